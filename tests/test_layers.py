@@ -100,7 +100,7 @@ def test_one_layer_makes_process_groups() -> None:
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
     ("split",): 13_245,
-    ("strategy",): 13_045,
+    ("strategy",): 13_055,
     ("cli", "conf", "doctor"): 9_250,
     ("telemetry", "callbacks"): 4_757,
     ("schedule",): 4_885,
