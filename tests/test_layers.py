@@ -100,7 +100,7 @@ def test_one_layer_makes_process_groups() -> None:
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
     ("split",): 12_755,
-    ("strategy",): 12_974,
+    ("strategy",): 12_965,
     ("cli", "conf", "doctor"): 9_250,
     ("telemetry", "callbacks"): 4_757,
     ("schedule",): 4_885,
