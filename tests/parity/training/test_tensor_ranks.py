@@ -183,7 +183,6 @@ OPTIONS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "replicate": (Layout("1f1b", 1, 2, 2, tensor=2), {"sharding": "replicate"}),
     "full_shard": (Layout("zb_v", 1, 2, 2, tensor=2), {"sharding": "full_shard"}),
     "cpu_offload": (Layout("1f1b", 1, 1, 2, tensor=2), {"cpu_offload": True}),
-    "sequence_parallel": (Layout("zb_h1", 1, 1, 2, tensor=2), {"sequence_parallel": True}),
     "activation_checkpointing": (Layout("zb_h1", 1, 1, 2, tensor=2), {"activation_checkpointing": True}),
     "plan": (
         Layout("zb_h1", 2, 1, 2, tensor=2),
