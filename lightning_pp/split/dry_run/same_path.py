@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pp.split.dry_run.looks import StepWatch
 from lightning_pp.split.dry_run.rehearsal import Compared, Rehearsed, rehearse
-from lightning_pp.split.dry_run.unit_sizes import UnitSizes, can_be_resized
+from lightning_pp.split.dry_run.unit_sizes import UnitSizes, can_be_resized, leaves_plain
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 from lightning_pp.split.record.reduction import Place, Reduction
 from lightning_pp.split.record.source_lines import innermost_user_line
@@ -152,7 +152,7 @@ class _Path:
         is_same &= call.looks_at is None or fingerprint_of(args, kwargs) == call.looks_at
         if is_same and (not self._is_alike or numbers_of(args, kwargs) == call.numbers):
             found: UnitCall | None = call
-        elif call.side_effects:
+        elif not leaves_plain(call):
             return None
         else:
             found = self._unit_sizes.resized(call, self._record.compute_dtype, self.watch, original, args, kwargs)

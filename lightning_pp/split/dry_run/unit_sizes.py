@@ -39,13 +39,18 @@ def can_be_resized(record: StepRecord) -> bool:
     """Whether all that sizes change in ``record`` is seen when its step is rehearsed."""
     leaves = (leaf.fake for call in record.calls for leaf in call.leaves)
     return not (
-        any(call.side_effects for call in record.calls)
+        any(call.left or not leaves_plain(call) for call in record.calls)
         or any(isinstance(fake, UnknownNumber) for fake in leaves)
         or record.updates
         or record.gradient_hooks
         or record.carried
         or record.failure
     )
+
+
+def leaves_plain(call: UnitCall) -> bool:
+    """Whether all that a call leaves besides its outputs is plain values."""
+    return all(type(leaf) in PLAIN for effect in call.side_effects for leaf in leaves_of(effect.content))
 
 
 @dataclass(frozen=True)
@@ -170,13 +175,13 @@ class UnitSizes:
         try:
             with preserved_state(unit), self._without_data(), computing:
                 output = original(*args, **kwargs)
-                leaves_behind = any(True for _ in left.side_effects(lambda tensor: (tensor, None), lambda _: None))
+                behind = list(left.side_effects(lambda tensor: (tensor, None), lambda _: None))
         except Exception:  # it may need data; a dry run knows what to do then
             self._need_data.add(type(unit))
             return None
         with left.attempt(()):  # objects in the arguments are as before
             pass
-        if leaves_behind or (call.looks_at is None and watch.looks_in_units > looks):
+        if behind != call.side_effects or (call.looks_at is None and watch.looks_in_units > looks):
             return None
         leaves: list[Any] = []
         for place, leaf in enumerate(leaves_of(output)):
