@@ -126,6 +126,8 @@ def _refuse_combining(optimizer: Optimizer) -> None:
 def _tried(optimizer: Optimizer, device: torch.device, *, has_others: bool) -> tuple[list[Tensor], bool]:
     """How far copies of a parameter of each group move, beside others or not, and whether random numbers are drawn."""
     copied = _copy(optimizer, {})
+    if callable(train := getattr(copied, "train", None)):
+        train()  # as schedulefree's wants before a step
     own, others = [], []
     for group, original in zip(copied.param_groups, optimizer.param_groups, strict=True):
         pair = [_small(original["params"][0], device) for _ in range(1 + has_others)] if original["params"] else []

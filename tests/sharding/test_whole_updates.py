@@ -30,6 +30,12 @@ def combined(model: SmallModel) -> Optimizer:
     return CombinedOptimizer(Preconditioned(matrices(model)), torch.optim.AdamW(rest, lr=0.01, foreach=True))
 
 
+def trained_schedule_free(model: SmallModel) -> Optimizer:
+    optimizer = ScheduleFree(groups(model))
+    optimizer.train()
+    return optimizer
+
+
 WAYS: dict[str, Callable[[SmallModel], Optimizer]] = {
     "Adafactor": lambda model: torch.optim.Adafactor(groups(model), lr=0.05),
     "Adafactor foreach": lambda model: torch.optim.Adafactor(groups(model), lr=0.05, foreach=True),
@@ -39,6 +45,7 @@ WAYS: dict[str, Callable[[SmallModel], Optimizer]] = {
     "Quantized": lambda model: Quantized(groups(model)),
     "Derived": lambda model: Derived(groups(model), lr=0.05, momentum=0.9, foreach=True),
     "Lookahead": lambda model: Lookahead(torch.optim.SGD(groups(model), lr=0.05, momentum=0.9)),
+    "ScheduleFree": trained_schedule_free,
     "combined": combined,
 }
 
@@ -115,6 +122,9 @@ def schedule_free() -> list[float]:
     model, expected = sharded_model((2,)), SmallModel()
     optimizer, reference = ScheduleFree(groups(model)), ScheduleFree(groups(expected))
     update_shards(optimizer)
+    update_as_stage([optimizer], has_stages=True)
+    optimizer.train()
+    reference.train()
     for seed in range(4):
         step(optimizer, model, seed)
         step(reference, expected, seed)

@@ -77,7 +77,7 @@ class ScheduleFree(_Own):
     """Trains at a point between an average and the last iterate; ``eval()`` puts the average in place."""
 
     def update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        assert group.get("is_training", True)
+        assert group["is_training"], "train() has to be called first"
         iterate = state.setdefault("iterate", parameter.clone())
         share = 1 / group["count"]
         parameter.lerp_(iterate, share)
@@ -93,7 +93,7 @@ class ScheduleFree(_Own):
     @torch.no_grad()
     def swap(self, is_training: bool, weight: float) -> None:
         for group in self.param_groups:
-            if group.get("is_training", True) != is_training:
+            if group.get("is_training") != is_training:
                 for parameter in group["params"]:
                     if "iterate" in self.state[parameter]:
                         parameter.lerp_(self.state[parameter]["iterate"], weight)
