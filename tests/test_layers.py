@@ -108,7 +108,7 @@ BUDGETS = {
     ("runtime",): 4_350,
     ("checkpoint",): 3_790,
     ("sharding",): 3_590,
-    ("distributed",): 2_412,
+    ("distributed",): 2_435,
     ("tensor",): 2_462,
     ("verification",): 750,
 }

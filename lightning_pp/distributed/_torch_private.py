@@ -19,8 +19,12 @@ _world = private("torch.distributed.distributed_c10d._world")
 
 @uses("torch.distributed.device_mesh.DeviceMesh._flatten")
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """``mesh`` as one dimension ``name``, which the mesh that it is part of knows by that name from then on."""
-    return mesh._flatten(name)
+    """``mesh`` as one dimension ``name``, which the mesh that it is part of knows by that name from then on.
+
+    Single numbers go through its group. One of all ranks is the world's.
+    """
+    is_nccl = dist.get_backend() == "nccl" and mesh.size() < dist.get_world_size()
+    return mesh._flatten(name, few_ctas() if is_nccl else None)
 
 
 @uses("torch.Tensor._indices", "torch.Tensor._values")
@@ -34,6 +38,13 @@ def channel_options(name: str, timeout: timedelta) -> Any:
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout, options.group_name = timeout, name
     options.config.min_ctas, options.config.max_ctas = 1, 4
+    return options
+
+
+def few_ctas() -> Any:
+    """Options of a group over NCCL through which single numbers go: it takes at most two multiprocessors."""
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas, options.config.max_ctas = 1, 2
     return options
 
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lightning_pp.distributed._torch_private import channel_options, groups_of_process
+from lightning_pp.distributed._torch_private import channel_options, few_ctas, groups_of_process
 from lightning_pp.distributed.loopback import gloo_on_loopback
+from lightning_pp.distributed.sizes import ParallelSizes
 
 _NCCL_TIMEOUT = default_pg_nccl_timeout or timedelta(minutes=10)  # torch without NCCL has no number
 
@@ -48,6 +49,14 @@ def agreed_groups(
         if ranks in wanted:
             groups[ranks] = group
     return groups
+
+
+def world_options(backend: str, sizes: ParallelSizes) -> Any:
+    """Options of the group of all ranks: over NCCL few multiprocessors, where only single numbers go through it.
+
+    With one pipeline rank it is also the group of gathers and reductions, and has torch's own options.
+    """
+    return few_ctas() if backend == "nccl" and sizes.pipeline > 1 else None
 
 
 @gloo_on_loopback()

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from pool import WorkerPool
 
 from lightning_pp.distributed._torch_private import channel_options
-from lightning_pp.distributed.groups import group_of_two
+from lightning_pp.distributed.groups import group_of_two, world_options
+from lightning_pp.distributed.sizes import ParallelSizes
 
 PAIRS = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
 
@@ -65,3 +66,14 @@ def test_a_channel_over_nccl_has_priority_and_few_multiprocessors() -> None:
         timedelta(seconds=150),
     )
     assert (options.config.min_ctas, options.config.max_ctas) == (1, 4)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_the_group_of_all_ranks_takes_few_multiprocessors_where_only_numbers_go_through_it() -> None:
+    options = world_options("nccl", ParallelSizes(2, 2))
+    assert (options.config.min_ctas, options.config.max_ctas) == (1, 2)
+
+
+def test_the_group_of_all_ranks_is_torch_own_where_parameters_go_through_it() -> None:
+    assert world_options("nccl", ParallelSizes(1, 4)) is None
+    assert world_options("gloo", ParallelSizes(2, 2)) is None

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 
 from lightning_pp.distributed.gathering import gathered
-from lightning_pp.distributed.groups import default_timeout, largest_of_all, timeout_of_groups, warm_up
+from lightning_pp.distributed.groups import default_timeout, largest_of_all, timeout_of_groups, warm_up, world_options
 from lightning_pp.distributed.launcher_store import store_of_attempt
 from lightning_pp.distributed.loopback import gloo_on_loopback, keep_gloo_on_loopback, store_on_loopback
 from lightning_pp.distributed.meeting import among_all_ranks, store_if_ended
@@ -253,7 +253,8 @@ class MeshStrategy(ParallelStrategy):
                 environment.main_address, environment.main_port, environment.global_rank(), num_ranks, timeout
             )
         with gloo_on_loopback():
-            init_process_group(environment, backend, timeout=timeout, store=store)
+            options = world_options(backend, self.sizes)
+            init_process_group(environment, backend, timeout=timeout, store=store, pg_options=options)
         if self._world is not None and self._world is not dist.group.WORLD:
             raise RuntimeError(
                 "An exception ended the connections between the ranks, and the ranks have made new ones. This trainer "
