@@ -100,12 +100,12 @@ def test_one_layer_makes_process_groups() -> None:
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
     ("split",): 12_755,
-    ("strategy",): 12_760,
+    ("strategy",): 12_771,
     ("cli", "conf", "doctor"): 9_250,
     ("telemetry", "callbacks"): 4_750,
     ("schedule",): 4_885,
     ("planning",): 4_820,
-    ("runtime",): 4_220,
+    ("runtime",): 4_355,
     ("checkpoint",): 3_545,
     ("sharding",): 3_215,
     ("distributed",): 2_350,

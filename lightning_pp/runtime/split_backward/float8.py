@@ -71,7 +71,11 @@ def replace_float8(
     def float8_product(input: Tensor, weight: Tensor, mm_config: Any, config: Any) -> Any:
         if type(weight) is Tensor and not torch.compiler.is_compiling():
             parameter = base_of(weight)
-            if type(parameter) is Parameter and weight.shape == parameter.shape[::-1] and is_deferrable(input, parameter):
+            if (
+                type(parameter) is Parameter
+                and weight.shape == parameter.shape[::-1]
+                and is_deferrable(input, parameter)
+            ):
                 return apply(input, parameter, mm_config, config)
         return original(input, weight, mm_config, config)
 
