@@ -100,12 +100,12 @@ def test_one_layer_makes_process_groups() -> None:
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
     ("split",): 13_250,
-    ("strategy",): 13_055,
-    ("cli", "conf", "doctor"): 9_250,
+    ("strategy",): 13_065,
+    ("cli", "conf", "doctor"): 9_255,
     ("telemetry", "callbacks"): 4_757,
     ("schedule",): 4_885,
     ("planning",): 4_900,
-    ("runtime",): 4_350,
+    ("runtime",): 4_365,
     ("checkpoint",): 3_790,
     ("sharding",): 3_590,
     ("distributed",): 2_435,

@@ -1,12 +1,13 @@
 """Models of the transformers library, from their configuration or a local directory: nothing is downloaded.
 
-Needs the extra ``hf``, and ``peft`` for adapters.
+Needs the extra ``hf``, ``peft`` for adapters, and ``fp8`` for float8.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,10 +35,14 @@ class TransformersModule(L.LightningModule):
         weight_decay: Decay of the matrices; vectors are not decayed.
         activation_checkpointing: Recompute each block's activations in backward instead of keeping them.
         optimizer: Makes the optimizer from groups of parameters and ``lr``; None is AdamW.
+        float8: A recipe of torchao (``tensorwise``, ``rowwise`` or ``rowwise_with_gw_hp``): linear layers compute in
+            float8, emulated without a GPU. The head stays as it is, and so do layers with sizes that 16 does not
+            divide. None converts nothing.
 
     Raises:
-        ImportError: transformers, or peft for ``lora``, is not installed.
-        ValueError: Not one of ``model_type`` and ``directory`` is given, or transformers does not know the model.
+        ImportError: transformers, peft for ``lora`` or torchao for ``float8`` is not installed.
+        ValueError: Not one of ``model_type`` and ``directory`` is given, transformers does not know the model, or
+            ``float8`` is no recipe of torchao, or given together with ``lora``.
         FileNotFoundError: ``directory`` has no ``config.json``.
     """
 
@@ -58,12 +63,18 @@ class TransformersModule(L.LightningModule):
         weight_decay: float = 0.1,
         activation_checkpointing: bool = False,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        float8: str | None = None,
     ) -> None:
         super().__init__()
         self.config = _configuration(model_type, config or {}, directory)
         self.lora = None if lora is None else _lora_configuration(lora, self.peft_task)
         self.save_hyperparameters(ignore=["optimizer"])
         self.directory = str(Path(directory).expanduser()) if directory is not None and weights else None
+        if float8 not in (None, "tensorwise", "rowwise", "rowwise_with_gw_hp"):
+            raise ValueError(f"float8={float8!r} is none of 'tensorwise', 'rowwise' and 'rowwise_with_gw_hp'")
+        if float8 is not None and lora is not None:
+            raise ValueError("float8 and lora are both given. Adapters on float8 layers are not tried: leave one out")
+        self.float8 = float8
         self.learning_rate = learning_rate
         self.num_warmup_steps = num_warmup_steps
         self.weight_decay = weight_decay
@@ -93,6 +104,8 @@ class TransformersModule(L.LightningModule):
             name = "activation_checkpointing_enable"  # the former name is deprecated
             enable = getattr(self.model, name if hasattr(self.model, name) else "gradient_checkpointing_enable")
             enable({"use_reentrant": False})
+        if self.float8 is not None:
+            _convert_to_float8(self.model, self.float8)
         if self.lora is not None:
             from peft import get_peft_model
 
@@ -135,6 +148,18 @@ class TransformersModule(L.LightningModule):
             num_warmup_steps=self.num_warmup_steps,
             num_steps=int(self.trainer.estimated_stepping_batches),
         )
+
+
+def _convert_to_float8(model: nn.Module, recipe: str) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def is_converted(module: nn.Module, name: str) -> bool:
+        sizes = module.in_features, module.out_features
+        return not name.endswith("lm_head") and all(int(size) % 16 == 0 for size in sizes)  # type: ignore[arg-type]
+
+    emulate = not torch.cuda.is_available()
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    convert_to_float8_training(model, module_filter_fn=is_converted, config=config)
 
 
 def _configuration(model_type: str | None, config: Mapping[str, Any], directory: str | None) -> Any:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import InstantiationException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from pool import WorkerPool
 from rich.console import Console
@@ -228,6 +229,28 @@ def train(config_yaml: str) -> dict[str, Any]:
         "optimizer": (type(optimizer := run.trainer.optimizers[0]).__name__, optimizer.defaults.get("momentum")),
         "owned": [name for name, _ in run.model.named_parameters()],
     }
+
+
+def test_a_recipe_in_float8_plans_and_trains_as_a_pipeline(pool: WorkerPool, base: Path) -> None:
+    stream = io.StringIO()
+    overrides = [*tiny("llama", base), "model.float8=rowwise"]
+    assert make_plan(composed(*overrides, "device=a10g", "schedules=[zb_h1]", name="plan"), Console(file=stream))
+    assert "float8 at the same rate, since its own is not known" in " ".join(stream.getvalue().split())
+    first, last = pool.run(train, OmegaConf.to_yaml(composed(*overrides), resolve=True), world_size=2, timeout=120)
+    assert first["steps"] == last["steps"] == 2
+    assert math.log(256) / 2 < first["metrics"]["val_loss"] < 2 * math.log(256)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["model.float8=e4m3"], "float8='e4m3' is none of 'tensorwise', 'rowwise' and 'rowwise_with_gw_hp'"),
+        (["model.float8=rowwise", "model.lora={r: 4}"], "float8 and lora are both given"),
+    ],
+)
+def test_float8_that_cannot_be_is_refused(base: Path, overrides: list[str], told: str) -> None:
+    with pytest.raises(InstantiationException, match=told):
+        build(composed(*tiny("llama", base), *overrides).model)
 
 
 # their models are those of other recipes, or trained in other tests

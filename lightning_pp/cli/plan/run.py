@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -157,6 +157,8 @@ def request_of(config: DictConfig) -> Request:
         dtype=dtype_of_precision(config.trainer.precision),
         accelerator=config.trainer.accelerator,
     )
+    if config.model.get("float8") is not None:
+        speed = replace(speed, about=f"{speed.about}; float8 at the same rate, since its own is not known")
     return Request(config, strategy, num_devices, about, speed, costs)
 
 

@@ -11,10 +11,10 @@
 
 Inside :func:`weight_gradients_deferrable` the linear operations with a Parameter as weight (``F.linear``; ``matmul``,
 ``@``, ``mm``, ``bmm``, ``addmm`` and ``grouped_mm`` with the weight on the right; ``conv1d`` to ``conv3d`` and their
-transposes) run as autograd functions whose backward can queue ``(weight, input, grad_output)`` instead of multiplying
-them. A view of a Parameter, such as ``weight.t()`` or a chunk, counts as one. Autograd runs one ordinary backward and
-frees the graph, so what may run backward only once may, checkpointed blocks re-run once, and what is held until W is
-inputs and output gradients of linear operations.
+transposes; torchao's float8 linears) run as autograd functions whose backward can queue ``(weight, input,
+grad_output)`` instead of multiplying them. A view of a Parameter, such as ``weight.t()`` or a chunk, counts as one.
+Autograd runs one ordinary backward and frees the graph, so what may run backward only once may, checkpointed blocks
+re-run once, and what is held until W is inputs and output gradients of linear operations.
 
 Units that this package compiles do the same by inputs of the compiled code (:mod:`.compiled`).
 

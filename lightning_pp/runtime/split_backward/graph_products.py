@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -133,6 +134,9 @@ def with_taps(module: fx.GraphModule, products: Sequence[ProductCall]) -> fx.Gra
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, copies))
+    for node in graph.nodes:  # torch.compile captures such a call by a function of its own, which it does not capture
+        if getattr(node.target, "__name__", None) == "trampoline_autograd_apply":
+            node.target = _apply_of(inspect.getclosurevars(node.target).nonlocals["fn_cls"])
     last = graph.find_nodes(op="placeholder")[-1]
     for index, product in enumerate(products):
         dummies = []
@@ -153,6 +157,13 @@ def with_taps(module: fx.GraphModule, products: Sequence[ProductCall]) -> fx.Gra
             if user is not output:
                 user.replace_input_with(node, output)
     return fx.GraphModule(module, graph)
+
+
+def _apply_of(function: Any) -> Callable[..., Any]:
+    def apply(*args: Any) -> Any:
+        return function.apply(*args)
+
+    return apply
 
 
 def _argument(node: fx.Node, position: int) -> fx.Node:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.sharding import broadcast_parameters, broadcast_values, never_sharded
 from lightning_pp.sharding.gradients.hooks import refuse_hooks
@@ -53,7 +54,19 @@ class ParameterPlacing:
         }
 
     def place_whole(self, owned: Collection[str]) -> None:
-        """Buffers, metrics and the parameters of ``owned`` that are not going to be sharded."""
+        """Buffers, metrics and the parameters of ``owned`` that are not going to be sharded.
+
+        Raises:
+            ConfigurationError: A parameter of a class that is made for FSDP's gathers is not going to be sharded.
+        """
+        for name, parameter in self._module.named_parameters():
+            is_sharded = any(parameter is sharded for sharded in self._sharded.values())
+            if hasattr(type(parameter), "fsdp_pre_all_gather") and not is_sharded:
+                raise ConfigurationError(
+                    f"The parameter {name} is a {type(parameter).__name__}, which is made to be gathered by FSDP2, but "
+                    "it is not sharded here. With torchao, set enable_fsdp_float8_all_gather=False. To keep it, set "
+                    "data_parallel_size to 2 or more, and sharding='shard_grad_op' or 'full_shard'."
+                )
         materialize_parameters(self._module, set(owned).difference(self._sharded), self._device)
         with without_parameters(self._module, set(self._sharded.values())):
             self._module.to(self._device)
