@@ -51,12 +51,15 @@ def signature_of(tree: Any) -> Hashable:
 
 
 def without_sizes(signature: Hashable) -> Hashable:
-    """``signature`` without the sizes of tensors and without numbers: that of all batches that differ in these only."""
+    """``signature`` without the sizes of tensors and without numbers: that of all batches that differ in these only.
+
+    Truth values stay: they also say which parameters require a gradient.
+    """
     if isinstance(signature, torch.Size):
         return len(signature)
     if isinstance(signature, tuple):
         return tuple(map(without_sizes, signature))
-    return None if isinstance(signature, (int, float)) else signature
+    return None if type(signature) in (int, float) else signature
 
 
 class _UnrecordedRun:

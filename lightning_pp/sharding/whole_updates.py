@@ -52,9 +52,9 @@ class WholeUpdates:
     def _before(
         self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Runs the closure, whose loss the step gets, and then lets whole parameters in."""
+        """Runs the closure, whose loss the step gets, and then lets whole parameters in; nothing without shards."""
         self._depth += 1
-        if self._depth > 1:
+        if self._depth > 1 or not self._assigned(optimizer):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         loss = None

@@ -224,7 +224,7 @@ def _settings_of(module: nn.Module, *, is_unit: bool) -> Iterator[Hashable]:
         if key == "training" or not (key in _NO_SETTINGS or is_replaced or isinstance(value, Tensor)):
             yield key, _outline(value)
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        yield name, tuple(tensor.shape), tensor.dtype
+        yield name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
 def _outline(value: Any) -> Hashable:

@@ -42,7 +42,8 @@ class Shape:
     @classmethod
     def of(cls, microbatch: Microbatch) -> Shape:
         """The shape of ``microbatch``."""
-        return cls(str(signature_of(microbatch.data)), microbatch.num_samples)
+        signature = str(signature_of(microbatch.data)).replace("torch.Size([", "(").replace("])", ")")
+        return cls(signature, microbatch.num_samples)
 
 
 @dataclass

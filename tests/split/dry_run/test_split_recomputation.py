@@ -230,5 +230,5 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ConfigurationError, match=re.escape("The model already checkpoints the unit")):
         resolved("checkpointed", True)
     for value in (3, ["blocks.0", 3], None):
-        with pytest.raises(ConfigurationError, match="must be True, a list of names or patterns of units"):
+        with pytest.raises(ConfigurationError, match="must be True, 'auto', a list of names or patterns of units"):
             check_activation_checkpointing(value)  # type: ignore[arg-type]
