@@ -21,7 +21,6 @@ from lightning_pp.split._torch_private import (
     without_dispatch_modes,
 )
 from lightning_pp.split.dry_run.drawn_values import DrawnValues
-from lightning_pp.split.dry_run.looks import values_looked_at
 from lightning_pp.split.dry_run.memory_watch import MemoryWatch
 from lightning_pp.split.fakes.fake_mode import FakeValueMode, NeedsDataError
 from lightning_pp.split.fakes.made_up_data import MadeUpData
@@ -41,6 +40,7 @@ from lightning_pp.split.record.sources import (
 )
 from lightning_pp.split.record.step_record import GradientHook, Reads, UnitCall, Value
 from lightning_pp.split.unit_calls.compute_dtype import weights_of_float32_norm
+from lightning_pp.split.unit_calls.looks import values_looked_at
 from lightning_pp.split.unit_calls.selective_policy import Policy, saves_output
 
 _ITEM = torch.ops.aten._local_scalar_dense.default

@@ -23,7 +23,6 @@ from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers, 
 from lightning_pp.split.dry_run.data_flow import DataFlow
 from lightning_pp.split.dry_run.gradient_flow import gradient_sources, values_reached
 from lightning_pp.split.dry_run.memory_watch import GraphReader, MemoryWatch
-from lightning_pp.split.dry_run.python_reads import PythonReads
 from lightning_pp.split.fakes.fake_mode import NeedsDataError
 from lightning_pp.split.fakes.made_up_data import AsFake, MadeUpData
 from lightning_pp.split.fakes.parameters import FakeParameters, has_data, is_fake
@@ -55,6 +54,7 @@ from lightning_pp.split.unit_calls.checkpointed_regions import never_run_again
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
 from lightning_pp.split.unit_calls.endless import UnitsCalled
 from lightning_pp.split.unit_calls.operations import OperationCalls
+from lightning_pp.split.unit_calls.python_reads import PythonReads
 from lightning_pp.split.unit_calls.selective_policy import Policy
 
 OF_UNIT = "_pp_of_unit"  # an attribute of exceptions that a unit raises on fakes and on data alike

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from lightning_pp.split.dry_run.gradient_flow import values_reached
-from lightning_pp.split.dry_run.python_reads import PythonReads
 from lightning_pp.split.fakes.made_up_data import MadeUpData
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.head.deferred_logits import WholeHeadError, deferred
@@ -21,6 +20,7 @@ from lightning_pp.split.side_effects.carried import FakeSideEffects
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.split.unit_calls.interception import UnitCalls, with_passed_on
 from lightning_pp.split.unit_calls.operations import OperationCalls
+from lightning_pp.split.unit_calls.python_reads import PythonReads
 
 StandIn = Callable[[UnitCall, Callable[..., Any], tuple[Any, ...], "dict[str, Any]"], "UnitCall | None"]
 """The call that says what the unit returns for these arguments, the recorded one or another; None: it is no such call.

@@ -11,9 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pp.split.dry_run.looks import StepWatch
 from lightning_pp.split.dry_run.rehearsal import Compared, Rehearsed, rehearse
-from lightning_pp.split.dry_run.unit_sizes import UnitSizes, can_be_resized, leaves_plain
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 from lightning_pp.split.record.reduction import Place, Reduction
 from lightning_pp.split.record.source_lines import innermost_user_line
@@ -31,7 +29,9 @@ from lightning_pp.split.reductions.recording import ReductionRecorder
 from lightning_pp.split.side_effects.module_state import RehearsedState
 from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, numbers_of, shapes_of
 from lightning_pp.split.unit_calls.interception import UnitCalls
+from lightning_pp.split.unit_calls.looks import StepWatch
 from lightning_pp.split.unit_calls.operations import OperationCalls
+from lightning_pp.split.unit_calls.unit_sizes import UnitSizes, can_be_resized, leaves_plain
 
 
 class PathComparison:

@@ -25,7 +25,6 @@ from lightning_pp.split.reductions.recording import EarlierRun
 from lightning_pp.strategy.batch.counting import StepCounting
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.differences import Around
-from lightning_pp.strategy.batch.recordings import RecordingWatch
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.batch.scaling import BatchScaling, BatchSteps, TwoSizes, two_sizes
 from lightning_pp.strategy.batch.scopes import StepScopes
@@ -45,6 +44,7 @@ from lightning_pp.strategy.step.dry_steps import call_step
 from lightning_pp.strategy.step.frozen import FrozenParameters
 from lightning_pp.strategy.step.held_output import output_held
 from lightning_pp.strategy.step.progress import progress_of
+from lightning_pp.strategy.step.recordings import RecordingWatch
 from lightning_pp.strategy.step.refusals import refuse_carried_state
 from lightning_pp.strategy.surroundings import Surroundings
 

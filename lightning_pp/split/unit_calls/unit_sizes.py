@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from lightning_pp.split._torch_private import COMPILED_CALL, HELD_BY_RECURRENT_LAYERS
 from lightning_pp.split.data.tree import entries_of, is_object, leaves_of
-from lightning_pp.split.dry_run.looks import StepWatch
-from lightning_pp.split.dry_run.python_reads import PythonReads
 from lightning_pp.split.fakes.conversion import convertible_fakes
 from lightning_pp.split.fakes.fake_mode import NeedsDataError, attempts_untold
 from lightning_pp.split.fakes.made_up_data import AsFake
@@ -29,6 +27,8 @@ from lightning_pp.split.side_effects.watch import SideEffectWatch
 from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, numbers_of, shapes_of
 from lightning_pp.split.unit_calls.compilation import uncompiled
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
+from lightning_pp.split.unit_calls.looks import StepWatch
+from lightning_pp.split.unit_calls.python_reads import PythonReads
 
 _MOST_KNOWN = 4096
 # torch's own, and what modules of transformers know their place by, to find their part of a cache
