@@ -5,6 +5,7 @@ What the installed version lacks is told where it is used.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
@@ -15,6 +16,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_pp._private_names import private, uses
+
+LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
+"""Where torch reports operations on fakes that fail."""
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -43,6 +47,7 @@ __all__ = [
     "GROUPED_PRODUCT",
     "HELD_BY_MODULES",
     "HELD_BY_RECURRENT_LAYERS",
+    "LOG_OF_FAKES",
     "NOT_FAKEABLE",
     "PARAMETERS",
     "FakeTensor",

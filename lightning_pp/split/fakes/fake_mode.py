@@ -6,7 +6,6 @@ if it depends on the data that is missing: ``logits[labels != -100]`` with real 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from lightning_pp.errors import SplitError
 from lightning_pp.split._torch_private import (
+    LOG_OF_FAKES,
     NOT_FAKEABLE,
     FakeTensor,
     FakeTensorMode,
@@ -236,9 +236,8 @@ def _are_equal(leaves: Sequence[Tensor]) -> bool:
 @contextmanager
 def attempts_untold() -> Iterator[None]:
     """Within, torch does not report attempts on fakes that fail; what comes of them is reported here."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+    before, LOG_OF_FAKES.disabled = LOG_OF_FAKES.disabled, True
     try:
         yield
     finally:
-        logger.disabled = before
+        LOG_OF_FAKES.disabled = before
