@@ -157,7 +157,7 @@ def test_what_is_installed_is_what_the_package_names() -> None:
         check=True,
     ).stdout.splitlines()
     extras = project["optional-dependencies"]
-    of_test = ("hf", "data", "peft", "lint", "tensorboard", "test")
+    of_test = ("hf", "data", "peft", "lint", "tensorboard", "fp8", "test")
     named = {*project["dependencies"], *(each for extra in of_test for each in extras[extra])}
     assert set(printed) == {each for each in named if not each.startswith("lightning-pp[")}
     assert len(printed) == len(set(printed))
