@@ -87,14 +87,14 @@ class UnitSizes:
         """Around a rehearsal: all parameters are fake, from its start or from the first unit that runs in it."""
         self._kinds.clear()  # attributes inside units may change
         with ExitStack() as self._of_rehearsal:
-            if from_start:
+            if from_start or self._fakes.stand_for_shards:
                 self._make_fake()
             yield
 
     def _make_fake(self) -> None:
         stack, self._of_rehearsal = self._of_rehearsal, None
         if stack is not None:
-            stack.enter_context(self._fakes.all_fake(_unmarked))
+            stack.enter_context(self._fakes.all_fake())
 
     def resized(
         self,
@@ -170,7 +170,7 @@ class UnitSizes:
         unit = self._units[call.unit]
         given = leaves_of((args, kwargs))
         left = SideEffectWatch(unit, args, kwargs)
-        computing = nullcontext() if isinstance(unit, HeadPart) else self._fakes.computing(call.unit, _unmarked)
+        computing = nullcontext() if isinstance(unit, HeadPart) else self._fakes.computing(call.unit)
         flops, looks = watch.flops.get(None, 0), watch.looks_in_units
         try:
             with preserved_state(unit), self._without_data(), computing:
@@ -256,7 +256,3 @@ def _described_leaf(leaf: Any) -> Hashable:
 
 def _refuse(*_: Any) -> NoReturn:
     raise NeedsDataError("a value", user_line())
-
-
-def _unmarked(fake: nn.Parameter, name: str) -> None:
-    """Nobody follows the fakes of a rehearsal."""
