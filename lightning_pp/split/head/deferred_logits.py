@@ -11,7 +11,7 @@ Shape letters: N rows (tokens), D features, V classes (words).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -67,13 +67,11 @@ class DeferredHead:
         parts: The parts in order.
         hidden: What the head was called with, [..., D] with N rows.
         sources: Where the values of the logits come from.
-        refuse: Is told how logits are used otherwise, and raises.
     """
 
     parts: Sequence[HeadPart]
     hidden: Tensor
     sources: frozenset[Source]
-    refuse: Callable[[str], NoReturn]
 
     @property
     def num_rows(self) -> int:
@@ -174,11 +172,7 @@ def deferred(
     given = (*args, *kwargs.values())
     if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2 or not given[0].numel():
         raise WholeHeadError(f"{user_line()} calls {parts[0].head_name!r} with an input that is not rows of features")
-
-    def refuse(how: str) -> NoReturn:
-        raise WholeHeadError(how)
-
-    return DeferredHead(parts, given[0], sources, refuse).logits()
+    return DeferredHead(parts, given[0], sources).logits()
 
 
 def _logits(head: DeferredHead, rows: Tensor, pointwise: Pointwise, dtype: torch.dtype) -> DeferredLogits:
@@ -289,7 +283,7 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _refuse(name: str, args: Any, kwargs: Any) -> NoReturn:
     logits = next(each for each in _all_in((args, kwargs)) if isinstance(each, DeferredLogits))
     head = logits.head.parts[0].head_name
-    logits.head.refuse(f"{user_line()} uses the logits of {head!r} in {name}")
+    raise WholeHeadError(f"{user_line()} uses the logits of {head!r} in {name}")
 
 
 def _all_in(tree: Any) -> Any:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lightning_pp.split._torch_private import COMPILED_CALL, HELD_BY_RECURRENT_LAYERS
 from lightning_pp.split.data.tree import entries_of, is_object, leaves_of
 from lightning_pp.split.fakes.conversion import convertible_fakes
-from lightning_pp.split.fakes.fake_mode import NeedsDataError, attempts_untold
-from lightning_pp.split.fakes.made_up_data import AsFake
+from lightning_pp.split.fakes.fake_mode import AsFake, NeedsDataError, attempts_untold
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 from lightning_pp.split.head.parts import HeadPart
 from lightning_pp.split.record.source_lines import user_line
@@ -67,12 +66,7 @@ class _Known:
 
 
 class UnitSizes:
-    """Finds out what units return for arguments of other sizes, once for all units that are built alike.
-
-    Args:
-        units: Names and modules of the units.
-        fake_parameters: Makes the fakes.
-    """
+    """Finds out what units return for arguments of other sizes, once for all units that are built alike."""
 
     def __init__(self, units: Mapping[str, nn.Module], fake_parameters: FakeParameters) -> None:
         self._units = units
@@ -107,15 +101,8 @@ class UnitSizes:
     ) -> UnitCall | None:
         """``call`` with what its unit returns for these arguments; ``call`` itself where that is the same.
 
-        None where something else than sizes differs, or the unit cannot run without data.
-
-        Args:
-            call: A recorded call of the unit.
-            dtype: That of computation; None: as activations are.
-            watch: Watches the rehearsal.
-            original: Runs the unit.
-            args: What it is called with now.
-            kwargs: What it is called with by name.
+        None where something else than sizes differs, or the unit cannot run without data. ``dtype`` is that of
+        computation (None: as activations are), and ``watch`` watches the rehearsal.
         """
         looks_at = None if call.looks_at is None else fingerprint_of(args, kwargs)
         given = cast_activations(call, args, kwargs, dtype)
@@ -237,7 +224,7 @@ def _outline(value: Any) -> Hashable:
 
 
 def _described(given: Any) -> Iterator[Hashable]:
-    """All that a unit which does not look at data may go by in its arguments."""
+    """All that a unit which does not look at data can know of its arguments."""
     for leaf in leaves_of(given):
         if is_object(leaf):
             for place, entry in entries_of(leaf, ""):
