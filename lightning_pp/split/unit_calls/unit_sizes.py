@@ -76,6 +76,11 @@ class UnitSizes:
         self._need_data: set[type[nn.Module]] = set()
         self._of_rehearsal: ExitStack | None = None
 
+    def kinds(self) -> Hashable:
+        """The settings of all units, without their tensors, which other ranks have."""
+        modules = ((name, child) for unit in self._units.values() for name, child in unit.named_modules())
+        return tuple((type(child), *_settings_of(child, is_unit=not name)) for name, child in modules)
+
     @contextmanager
     def in_rehearsal(self, *, from_start: bool) -> Iterator[None]:
         """Around a rehearsal: all parameters are fake, from its start or from the first unit that runs in it."""
@@ -199,7 +204,7 @@ class UnitSizes:
         """What two units share that do the same with the same arguments."""
         if unit not in self._kinds:
             self._kinds[unit] = tuple(
-                (name, type(child), *_settings_of(child, is_unit=not name))
+                (name, type(child), *_settings_of(child, is_unit=not name), *_tensors_of(child))
                 for name, child in self._units[unit].named_modules()
             )
         return self._kinds[unit]
@@ -210,6 +215,9 @@ def _settings_of(module: nn.Module, *, is_unit: bool) -> Iterator[Hashable]:
         is_replaced = is_unit and key in ("forward", COMPILED_CALL)  # where calls of it are intercepted
         if key == "training" or not (key in _NO_SETTINGS or is_replaced or isinstance(value, Tensor)):
             yield key, _outline(value)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Hashable]:
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         yield name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
