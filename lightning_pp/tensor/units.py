@@ -62,7 +62,6 @@ class TensorParallelUnits:
         plan: Plan,
         group: dist.ProcessGroup,
         whole: Collection[nn.Parameter] = (),
-        *,
         sequence_parallel: bool = False,
     ) -> None:
         check_sizes(module, plan, group.size())

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -21,28 +20,27 @@ from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.sharding.shard_updates import is_elementwise
 from lightning_pp.split.data.tree import map_leaves, own_containers
 from lightning_pp.split.head.parts import HeadPart
-from lightning_pp.tensor import Plan, TensorParallelUnits
+from lightning_pp.strategy.surroundings import Surroundings
+from lightning_pp.tensor import TensorParallelUnits
 
 
 def tensor_parallel_units(
-    split: SplitModel, rank: int, plan: Plan, mesh: DeviceMesh, record: Callable[[], Any]
+    split: SplitModel, given: Surroundings, record: Callable[[], Any]
 ) -> TensorParallelUnits | None:
     """The units of this rank with cuts for their parameters, which are still whole; None for one tensor rank.
 
     Args:
         split: The split model, of which nothing is dropped yet.
-        rank: This rank's place in the pipeline.
-        plan: ``tensor_parallel_plan`` of the strategy.
-        mesh: The whole mesh.
+        given: Where the pipeline runs, and what is asked of it.
         record: Makes a dry run of the step.
 
     Raises:
         ConfigurationError: The plan does not fit the model.
     """
-    axis = tensor_mesh(mesh)
+    axis = tensor_mesh(given.mesh)
     if axis is None:
         return None
-    own = split.units_of(rank)
+    own = split.units_of(given.rank)
     units = {name: unit for name, unit in own.items() if not isinstance(unit, HeadPart)}
     names = split.fake_parameters.names
     # tied to a unit of another rank, or used by the code between units
@@ -50,7 +48,9 @@ def tensor_parallel_units(
     for part in own.values():
         if isinstance(part, HeadPart):
             shared.update(split.module.get_submodule(part.head_name).parameters())
-    found = TensorParallelUnits(split.module, units, plan, axis.get_group(), shared)
+    found = TensorParallelUnits(
+        split.module, units, given.tensor_parallel_plan, axis.get_group(), shared, given.sequence_parallel
+    )
     calls: list[tuple[str, Any]] = []
 
     def note(name: str, unit: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:

@@ -202,6 +202,27 @@ def test_options_beside_tensor_ranks(pool: WorkerPool, name: str) -> None:
     check_like_one_device(outcomes, settings, layout)
 
 
+ON_PARTS_OF_THE_SEQUENCE = [
+    ("gpt2_float64_loss", Layout("zb_v", 1, 2, 3, tensor=2)),
+    ("llama_float64_loss", Layout("zb_h1", 2, 1, 3, tensor=2)),
+    ("demo_transformer", Layout("1f1b", 1, 1, 3, tensor=2)),
+]
+AT_NIGHT = [case for case in NIGHTLY if case not in ON_PARTS_OF_THE_SEQUENCE]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [*ON_PARTS_OF_THE_SEQUENCE, *(pytest.param(*case, marks=pytest.mark.nightly) for case in AT_NIGHT)],
+    ids=str,
+)
+def test_sequence_parallel(pool: WorkerPool, model: str, layout: Layout) -> None:
+    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm", optimizer="adamw")
+    options = {"sequence_parallel": True}
+    # every sum over the ranks waits for all of them, which takes its time where they share few cores
+    outcomes = pool.run(train_with, settings, layout, options, world_size=layout.world_size, timeout=300)
+    check_like_one_device(outcomes, settings, layout)
+
+
 def train_wrongly(plan: dict[str, str]) -> None:
     train(Settings("gpt2_float64_loss"), Layout("1f1b", 1, 1, 2, tensor=2).strategy(tensor_parallel_plan=plan), 2)
 
