@@ -99,7 +99,7 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 13_254,
+    ("split",): 13_256,
     ("strategy",): 13_065,
     ("cli", "conf", "doctor"): 9_255,
     ("telemetry", "callbacks"): 4_757,
@@ -109,7 +109,7 @@ BUDGETS = {
     ("checkpoint",): 3_790,
     ("sharding",): 3_590,
     ("distributed",): 2_435,
-    ("tensor",): 2_462,
+    ("tensor",): 2_646,
     ("verification",): 750,
 }
 

@@ -42,14 +42,7 @@ class SplitHeads:
         *,
         in_region: bool,
     ) -> DeferredLogits:
-        """The logits of a head.
-
-        Args:
-            unit: The head.
-            args: What it is called with.
-            kwargs: What it is called with by name.
-            sources: Where the values of its logits come from.
-            in_region: Whether backward runs this code again.
+        """The logits of the head ``unit``, called so by code that backward runs again if ``in_region``.
 
         Raises:
             WholeHeadError: The head has to be called whole.

@@ -138,8 +138,13 @@ def test_a_failure_of_one_tensor_rank_ends_all(pool: WorkerPool, pipeline: int) 
 
 # matrices that "auto" finds, of a model's first block
 CUT = {
-    "gpt2_float64_loss": {"attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"},
+    "gpt2_float64_loss": {
+        *(f"attn.{name}.weight" for name in ("c_attn", "c_proj")),
+        *(f"mlp.{name}.weight" for name in ("c_fc", "c_proj")),
+        "wte.weight",  # to which the head is tied
+    },
     "llama_float64_loss": {
+        *("embed_tokens.weight", "lm_head.weight"),
         *(f"self_attn.{name}_proj.weight" for name in "qo"),  # there is one head of keys
         *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     },
@@ -149,6 +154,7 @@ CUT = {
 }
 CASES = [
     ("gpt2_float64_loss", Layout("1f1b", 1, 1, 3, tensor=2)),
+    ("gpt2_float64_loss", Layout("zb_h1", 2, 1, 3, tensor=2)),
     ("llama_float64_loss", Layout("1f1b", 1, 2, 2, tensor=2)),
     ("t5", Layout("zb_v", 2, 1, 3, tensor=2)),
     ("demo_transformer", Layout("zb_h1", 1, 1, 2, tensor=2)),
