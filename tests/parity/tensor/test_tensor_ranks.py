@@ -140,8 +140,13 @@ def test_a_failure_of_one_tensor_rank_ends_all(pool: WorkerPool, pipeline: int) 
 
 # matrices that "auto" finds, of a model's first block
 CUT = {
-    "gpt2_float64_loss": {"attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"},
+    "gpt2_float64_loss": {
+        *(f"attn.{name}.weight" for name in ("c_attn", "c_proj")),
+        *(f"mlp.{name}.weight" for name in ("c_fc", "c_proj")),
+        "wte.weight",  # to which the head is tied
+    },
     "llama_float64_loss": {
+        *("embed_tokens.weight", "lm_head.weight"),
         *(f"self_attn.{name}_proj.weight" for name in "qo"),  # there is one head of keys
         *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     },
@@ -203,6 +208,27 @@ def test_options_beside_tensor_ranks(pool: WorkerPool, name: str) -> None:
     assert found >= {"mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight"}
     assert found >= CUT["gpt2_float64_loss"] or name.startswith("plan")
     assert any("attn" in each for each in cut) == (not name.startswith("plan"))
+    check_like_one_device(outcomes, settings, layout)
+
+
+ON_PARTS_OF_THE_SEQUENCE = [
+    ("gpt2_float64_loss", Layout("zb_v", 1, 2, 3, tensor=2)),
+    ("llama_float64_loss", Layout("zb_h1", 2, 1, 3, tensor=2)),
+    ("demo_transformer", Layout("1f1b", 1, 1, 3, tensor=2)),
+]
+AT_NIGHT = [case for case in NIGHTLY if case not in ON_PARTS_OF_THE_SEQUENCE]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [*ON_PARTS_OF_THE_SEQUENCE, *(pytest.param(*case, marks=pytest.mark.nightly) for case in AT_NIGHT)],
+    ids=str,
+)
+def test_sequence_parallel(pool: WorkerPool, model: str, layout: Layout) -> None:
+    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm", optimizer="adamw")
+    options = {"sequence_parallel": True}
+    # every sum over the ranks waits for all of them, which takes its time where they share few cores
+    outcomes = pool.run(train_pipelined, settings, layout, options, world_size=layout.world_size, timeout=300)
     check_like_one_device(outcomes, settings, layout)
 
 
