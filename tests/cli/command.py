@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 from pool import fork_context, torchrun_environ
 from torch.distributed import TCPStore
@@ -126,6 +127,9 @@ def run_forked(
 
 def _run_module(module: str, arguments: list[str], folder: Path, environment: dict[str, str], output: str) -> None:
     multiprocessing.set_start_method("fork", force=True)  # as where Python is started, not the forkserver's
+    if module == "lightning_pp.cli.verify":  # whose own forkserver would first have to import torch
+        contexts: Any = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+        contexts["forkserver"] = contexts["fork"]
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

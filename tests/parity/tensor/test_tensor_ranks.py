@@ -226,7 +226,7 @@ AT_NIGHT = [case for case in NIGHTLY if case not in ON_PARTS_OF_THE_SEQUENCE]
     ids=str,
 )
 def test_sequence_parallel(pool: WorkerPool, model: str, layout: Layout) -> None:
-    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm", optimizer="adamw")
+    settings = Settings(model, **ACCUMULATED, only_trains=model != "demo_transformer")
     options = {"sequence_parallel": True}
     # every sum over the ranks waits for all of them, which takes its time where they share few cores
     outcomes = pool.run(train_pipelined, settings, layout, options, world_size=layout.world_size, timeout=300)
