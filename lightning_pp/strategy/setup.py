@@ -147,10 +147,7 @@ class PipelineSetup:
             recorded = self._recorded_step(step, microbatches[0], arguments)
             again = partial(split.plans.record, recorded, with_gradients=step == "training_step")
             self._start_plans(split, step, microbatches[0], arguments)
-            given = self._given
-            tensor = self._ranks.all_or_none(
-                lambda: tensor_parallel_units(split, given.rank, given.tensor_parallel_plan, given.mesh, again)
-            )
+            tensor = self._ranks.all_or_none(lambda: tensor_parallel_units(split, self._given, again))
             if self.device.type in LOADING_DEVICES and step == "training_step":
                 with (
                     LongTask("The first run of each distinct unit", rank_zero_info),

@@ -80,13 +80,13 @@ class BatchPreparation:
         self.metrics = metrics
         self._precision = precision = surroundings.precision
         self._rank = surroundings.rank
-        self._device = device = surroundings.device
+        self._device = surroundings.device
         self._cutter = cutter
         self._recorded_step = recorded_step
         self._ends_with_batch = surroundings.options.schedule.whole_batch_loss
         self._is_dynamic = surroundings.options.batches.dynamic_step
         self._frozen = frozen
-        counting = StepCounting(module, split.units, metrics, device, precision.forward_context)
+        counting = StepCounting(split.fake_parameters, split.units, metrics, precision.forward_context)
         self.allows_auxiliary = surroundings.options.batches.auxiliary_losses == "per_microbatch"
         self._scaling = BatchScaling(groups, counting, allows_auxiliary=self.allows_auxiliary)
         self._whole_batches = WholeBatchPlans()
