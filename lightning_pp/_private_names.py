@@ -80,11 +80,12 @@ def _sets(kind: type, name: str) -> bool:
     if name in vars(kind).get("__annotations__", {}):
         return True
     codes = (getattr(inspect.unwrap(method), "__code__", None) for method in vars(kind).values() if callable(method))
+    named = (code for code in codes if code is not None and name in code.co_names)
+    # instructions are pairs of bytes; dis.get_instructions takes milliseconds
     return any(
-        instruction.opname == "STORE_ATTR" and instruction.argval == name
-        for code in codes
-        if code is not None and name in code.co_names  # reading instructions takes milliseconds
-        for instruction in dis.get_instructions(code)
+        (dis.opmap["STORE_ATTR"], code.co_names.index(name) & 0xFF)
+        in zip(code.co_code[::2], code.co_code[1::2], strict=True)
+        for code in named
     )
 
 

@@ -100,8 +100,8 @@ def forget_shards(optimizer: Optimizer) -> None:
     To be called before parameters or states move to another device, so that the memory which they leave is free.
     """
     for each in parts_of(optimizer):
-        if each in _updates:
-            _updates[each].forget()
+        if isinstance(updates := _updates.get(each), _ShardUpdates):
+            updates.forget()
 
 
 class _ShardUpdates:

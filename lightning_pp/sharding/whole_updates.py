@@ -141,9 +141,6 @@ class WholeUpdates:
                 whole.grad, whole.data = None, whole.data.new_empty(0)
         self._groups, self._updated = [], []
 
-    def forget(self) -> None:
-        """Nothing of the memory that parameters or states leave is held here."""
-
     def _assigned(self, optimizer: Optimizer) -> list[Any]:
         """Trainable sharded parameters. A new one goes to the rank that owns least, and stays there."""
         found: dict[int, Any] = {}

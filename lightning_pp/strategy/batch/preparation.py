@@ -15,6 +15,7 @@ from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.planning.step_plans import key_of
 from lightning_pp.planning.step_state import AttributesOutsideUnits, StepState, holds_objects
 from lightning_pp.runtime.randomness import StepRandomness
+from lightning_pp.runtime.whole_batch import WholeBatch
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.data.tree import own_containers, own_copy
 from lightning_pp.split.dry_run.run import DryRun
@@ -34,7 +35,6 @@ from lightning_pp.strategy.batch.whole_batch import (
     WholeBatchScopes,
     ending_with_batch,
     in_one_piece,
-    work_of,
 )
 from lightning_pp.strategy.results.attributes import StepAttributes, kept_by_step
 from lightning_pp.strategy.results.logs import StepLogs
@@ -193,7 +193,7 @@ class BatchPreparation:
         scopes = WholeBatchScopes(
             self.module, self._precision, logs, self.metrics, attributes, scaled, self.split.placement, self._rank
         )
-        work = work_of(plan, partial(call_part, END_OF_BATCH, None), scopes, factor)
+        work = WholeBatch(plan, partial(scopes.run_tail, partial(call_part, END_OF_BATCH, None)), factor)
         return BatchRun(
             call, microbatches, plan.parts, seed, call_part, scaled, logs, attributes, scopes, updates, work
         )

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_pp.runtime.whole_batch import WholeBatch
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.record.plan import StepPlan
@@ -81,8 +80,3 @@ class WholeBatchScopes(StepScopes):
     def run_tail(self, step: Callable[[], Any]) -> Any:
         """Runs it on the whole batch."""
         return self._run(step, 0, is_last=True)
-
-
-def work_of(plan: WholeBatchPlan, call_step: Callable[[], Any], scopes: WholeBatchScopes, factor: float) -> WholeBatch:
-    """What the executor does at the end of the batch; ``call_step`` runs the user's step on all of it."""
-    return WholeBatch(plan, lambda: scopes.run_tail(call_step), factor)
