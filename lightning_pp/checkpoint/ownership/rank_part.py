@@ -139,7 +139,7 @@ def read_optimizer(optimizer: Optimizer, parameters: Mapping[str, Parameter]) ->
         )
     labels = [label for group in optimizer.param_groups for label in group.get("param_names", ())]
     return OptimizerPart(
-        state={names[index]: values for index, values in state_dict["state"].items()},
+        state={names[i]: {k: _as_object(v) for k, v in values.items()} for i, values in state_dict["state"].items()},
         labels=dict(zip(names, labels, strict=True)) if labels else {},
     )
 
@@ -165,7 +165,20 @@ def write_optimizer(
         for group, ours in zip(groups, optimizer.param_groups, strict=True)
     ]
     present = {index: dict(state[name]) for index, name in enumerate(names) if name in state}
+    for values in present.values():
+        values.update({key: value[0] for key, value in values.items() if is_wrapped(value)})
     optimizer.load_state_dict({"state": present, "param_groups": numbered})
+
+
+def _as_object(value: Any) -> Any:
+    """A tensor of a class of its own, as of torchao's 8-bit states, in a tuple: so it is stored as the object it is."""
+    is_plain = not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, Parameter, DTensor)
+    return value if is_plain else (value,)
+
+
+def is_wrapped(value: Any) -> bool:
+    """Whether :func:`read_optimizer` has put a tensor of a class of its own into a tuple."""
+    return type(value) is tuple and len(value) == 1 and _as_object(value[0]) is not value[0]
 
 
 def without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from lightning_pp.checkpoint.ownership.cuts import blocks_of
 from lightning_pp.checkpoint.ownership.rank_part import (
     RankPart,
     by_canonical_name,
+    is_wrapped,
     read_optimizer,
     settings_of_groups,
     to_save,
@@ -88,7 +90,10 @@ class ShardedSave:
             with fail_together(group):
                 if self.is_root:
                     folder.begin(path)
-                    _write_through(self.trainer_state, staged / folder.TRAINER_STATE_FILENAME)
+                    with (staged / folder.TRAINER_STATE_FILENAME).open("wb") as stream:
+                        stream.write(self.trainer_state)
+                        stream.flush()
+                        os.fsync(stream.fileno())
             with fail_together(group):
                 if not staged.is_dir():
                     raise CheckpointError(
@@ -136,8 +141,7 @@ def prepare_save(
             content.
         checkpoint: What the Trainer has put together. Its ``state_dict``, and ``current_model_state`` if it is there,
             are in the form of :meth:`RankPart.local_state_dict`; the rest is picklable, and the root's counts.
-        stager: Copies tensors to the host, so that training may go on while they are written. Without one, the tensors
-            must not change before they are.
+        stager: Copies tensors to the host. Without one, they must not change before they are written.
 
     Raises:
         CheckpointError: On all ranks: a name is missing or unknown, or something cannot be pickled.
@@ -162,11 +166,18 @@ def prepare_save(
         found = {path: part.cuts.of(str(path[1 if len(path) == 2 else 2]), value) for path, value in entries.items()}
         in_shards = (MODEL, CURRENT_MODEL, OPTIMIZERS)
         trainer_state = {key: value for key, value in checkpoint.items() if key not in in_shards}
-        pickled = _pickled(trainer_state) if ranks.is_root else b""
+        stream = io.BytesIO()
+        if ranks.is_root:
+            torch.save(trainer_state, stream)
         if stager is not None:
-            entries = dict(zip(entries, _staged(list(entries.values()), stager), strict=True))
+            staged = stager.stage({str(number): v for number, v in enumerate(entries.values()) if not is_wrapped(v)})
+            assert isinstance(staged, dict)
+            entries = {
+                path: pickle.loads(pickle.dumps(value)) if is_wrapped(value) else staged[str(number)]
+                for number, (path, value) in enumerate(entries.items())
+            }
     parts = {path: part for path, part in found.items() if part is not None}
-    return ShardedSave(location, entries, pickled, tied, order, ranks.is_root, parts)
+    return ShardedSave(location, entries, stream.getvalue(), tied, order, ranks.is_root, parts)
 
 
 def make_stager() -> DefaultStager:
@@ -179,37 +190,15 @@ def make_stager() -> DefaultStager:
     )
 
 
-def _staged(values: list[Any], stager: DefaultStager) -> list[Any]:
-    staged = stager.stage({str(number): value for number, value in enumerate(values)})
-    assert isinstance(staged, dict)
-    return list(staged.values())
-
-
 def _optimizer_entries(part: RankPart, ranks: Ranks, settings: Sequence[Any]) -> dict[KeyPath, Any]:
     entries: dict[KeyPath, Any] = {}
-    parameters = part.parameters()
     for index, optimizer in enumerate(part.optimizers):
-        own, prefix = read_optimizer(optimizer, parameters), f"optimizer_{index}"
+        own, prefix = read_optimizer(optimizer, part.parameters()), f"optimizer_{index}"
         for name, state in own.state.items():
             if part.catalog.saver(name) == ranks.pipeline_rank:
                 entries.update(storage.flatten((prefix, "state", name), state))
-        if ranks.is_root:
-            for number, (group, names) in enumerate(
-                zip(settings[index], part.catalog.optimizer_groups[index], strict=True)
-            ):
-                for key, value in {**group, "params": list(names)}.items():
-                    entries[prefix, "param_groups", number, key] = value
+        groups = zip(settings[index], part.catalog.optimizer_groups[index], strict=True)
+        for number, (group, names) in enumerate(groups if ranks.is_root else ()):
+            for key, value in {**group, "params": list(names)}.items():
+                entries[prefix, "param_groups", number, key] = value
     return entries
-
-
-def _pickled(trainer_state: Mapping[str, Any]) -> bytes:
-    stream = io.BytesIO()
-    torch.save(trainer_state, stream)
-    return stream.getvalue()
-
-
-def _write_through(content: bytes, file: Path) -> None:
-    with file.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())

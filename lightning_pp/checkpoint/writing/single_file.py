@@ -18,6 +18,7 @@ from lightning_pp.checkpoint.ownership.catalog import OptimizerGroups
 from lightning_pp.checkpoint.ownership.rank_part import (
     RankPart,
     by_canonical_name,
+    is_wrapped,
     read_optimizer,
     settings_of_groups,
     to_save,
@@ -25,6 +26,7 @@ from lightning_pp.checkpoint.ownership.rank_part import (
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, gather_to_root
 from lightning_pp.checkpoint.storage import folder, remote_folder
 from lightning_pp.checkpoint.storage.location import Location, is_folder
+from lightning_pp.errors import CheckpointError
 
 
 def gather_full_state(part: RankPart, state_dict: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -32,8 +34,7 @@ def gather_full_state(part: RankPart, state_dict: Mapping[str, Any] | None = Non
 
     Args:
         part: What this rank holds.
-        state_dict: What to collect in place of the module's own tensors; in the form of
-            :meth:`RankPart.local_state_dict`.
+        state_dict: Collected in place of the module's own; in the form of :meth:`RankPart.local_state_dict`.
 
     Returns:
         On the root an ordered dict of CPU tensors, in which tied names share one tensor; on other ranks an empty dict.
@@ -78,11 +79,20 @@ def gather_full_optimizer_state(part: RankPart, optimizer: Optimizer) -> dict[st
             if catalog.saver(name) == ranks.pipeline_rank
             for key, value in values.items()
         }
+        for (name, key), value in mine.items():
+            if is_wrapped(value):
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {key!r} of {name!r} in a {type(value[0]).__name__}, which torch "
+                    "does not load from a single file. Set save_distributed_checkpoint=True on the strategy."
+                )
     gathered = gather_to_root(mine, ranks, part.cuts)
     labels: dict[str, str] = {}
     if any("param_names" in group for group in optimizer.param_groups):
         # A tied parameter may go by another name on a later stage.
-        labels = _merge({name: own.labels[name] for name in own.labels if catalog.saver(name) == ranks.pipeline_rank})
+        everywhere: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+        saved = {name: own.labels[name] for name in own.labels if catalog.saver(name) == ranks.pipeline_rank}
+        dist.all_gather_object(everywhere, saved)
+        labels = {name: label for part in everywhere for name, label in part.items()}
     if not ranks.is_root:
         return {}
     return _numbered(gathered, settings, labels, catalog.optimizer_groups[index])
@@ -128,9 +138,3 @@ def make_room_for_file(path: Location) -> None:
             shutil.rmtree(path)
         else:
             remote_folder.remove_folder(path)
-
-
-def _merge(labels: dict[str, str]) -> dict[str, str]:
-    everywhere: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, labels)
-    return {name: label for part in everywhere for name, label in part.items()}

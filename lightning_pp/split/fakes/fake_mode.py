@@ -100,10 +100,7 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def refusing_text(self) -> Iterator[None]:
-        """Within, a fake that is formatted or made an array raises :class:`NeedsDataError` where edits are refused.
-
-        Torch's own errors speak of its classes.
-        """
+        """Within, a fake that is formatted or made an array raises :class:`NeedsDataError` where edits are refused."""
 
         def refusing(name: str) -> Callable[..., Any]:
             original = getattr(Tensor, name)
@@ -145,7 +142,10 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 is_written = argument.alias_info is not None and argument.alias_info.is_write
                 if is_written and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
                     raise LostEditError(str(func), value, user_line())
-        run = partial(super().__torch_dispatch__, func, types, args, kwargs)
+        # torch takes a fake addmm apart, which costs five times as much as a product of the same shape
+        has_bias = func is torch.ops.aten.addmm.default and not kwargs
+        like, operands = (torch.ops.aten.mm.default, args[1:]) if has_bias else (func, args)
+        run = partial(super().__torch_dispatch__, like, types, operands, kwargs)
         self._depth += 1
         try:
             return self._known.result_of(func, args, kwargs, run)

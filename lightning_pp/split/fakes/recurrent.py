@@ -67,9 +67,9 @@ def _direction(
 
 
 def _lstm(of_input: Tensor, of_state: Tensor, _: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    enters, stays, new, leaves = (of_input + of_state).chunk(4, -1)
-    state = stays.sigmoid() * before + enters.sigmoid() * new.tanh()
-    return leaves.sigmoid() * state.tanh(), state
+    enters, stays, new, leaves = (of_input + of_state).sigmoid().chunk(4, -1)  # what four operations would keep
+    state = torch.addcmul(enters * new, stays, before)
+    return leaves * state.tanh(), state
 
 
 def _gru(of_input: Tensor, of_state: Tensor, before: Tensor) -> tuple[Tensor]:

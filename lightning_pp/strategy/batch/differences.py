@@ -263,8 +263,10 @@ def _reason(difference: Difference, culprit: Culprit | None) -> str:
     if culprit is not None and culprit.unit is not None:
         return (
             f"The samples are coupled in the unit {culprit.unit!r}: its result for a sample depends on the other "
-            "samples of the microbatch. Use a layer that treats samples one by one (GroupNorm or LayerNorm instead of "
-            "batch statistics, attention within a sample), or set num_microbatches=1."
+            "samples of the microbatch, or on the length to which the step pads or shortens them. Use a layer that "
+            "treats samples one by one (GroupNorm or LayerNorm instead of batch statistics, attention within a sample, "
+            "packed sequences), pad and shorten in the DataLoader or in on_after_batch_transfer, or set "
+            "num_microbatches=1."
         )
     if culprit is not None:
         return (
