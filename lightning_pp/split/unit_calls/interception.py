@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,7 @@ class UnitCalls:
         self._is_installed = False
         self._running_original = False
         self._num_ran = 0
+        self._patches: dict[str, _Patch] = {}
         self.regions = CheckpointedRegions(self._replaying)
 
     @contextmanager
@@ -97,9 +98,13 @@ class UnitCalls:
                     attributes = unit.__dict__
                     compiled = attributes.get(COMPILED_CALL, ABSENT)
                     saved.append((attributes, compiled, attributes.get("forward", ABSENT)))
-                    call, forward = call_of(unit) if compiled in (None, ABSENT) else compiled, unit.forward
-                    attributes[COMPILED_CALL] = self._patched(name, unit, call, is_forward=False)
-                    attributes["forward"] = self._patched(name, unit, forward, is_forward=True)
+                    originals = call_of(unit) if compiled in (None, ABSENT) else compiled, unit.forward
+                    patch = self._patches.get(name)
+                    if patch is None or patch.originals != originals:
+                        call = self._patched(name, unit, originals[0], is_forward=False)
+                        forward = self._patched(name, unit, originals[1], is_forward=True)
+                        patch = self._patches[name] = _Patch(originals, call, forward)
+                    attributes[COMPILED_CALL], attributes["forward"] = patch.call, patch.forward
                 yield
             finally:
                 self._is_installed = False
@@ -107,18 +112,14 @@ class UnitCalls:
                     put_back(attributes, COMPILED_CALL, compiled)
                     put_back(attributes, "forward", forward)
 
-    @contextmanager
-    def handled_by(self, handler: CallHandler) -> Iterator[None]:
+    def handled_by(self, handler: CallHandler) -> AbstractContextManager[None]:
         """Routes unit calls through ``handler`` within the context."""
-        with self.installed():
-            before = self._handler, self._running_original
-            self._handler, self._running_original = handler, False
-            try:
-                yield
-            finally:
-                self._handler, self._running_original = before
-                if self._handler is None and self.regions.open:
-                    self.regions.close()
+        return _InCharge(self, handler) if self._is_installed else self._installed_for(handler)
+
+    @contextmanager
+    def _installed_for(self, handler: CallHandler) -> Iterator[None]:
+        with self.installed(), _InCharge(self, handler):
+            yield
 
     def _patched(
         self, name: str, unit: nn.Module, original: Callable[..., Any], *, is_forward: bool
@@ -243,12 +244,41 @@ class _ReplayedFunctions(OutsideUnits):
         return received
 
 
+class _InCharge:
+    """A handler in charge; a class, and not a generator, which would cost more than all that is done."""
+
+    __slots__ = ("_before", "_calls", "_handler")
+
+    def __init__(self, calls: UnitCalls, handler: CallHandler) -> None:
+        self._calls = calls
+        self._handler = handler
+
+    def __enter__(self) -> None:
+        calls = self._calls
+        self._before = calls._handler, calls._running_original
+        calls._handler, calls._running_original = self._handler, False
+
+    def __exit__(self, *_: object) -> None:
+        calls = self._calls
+        calls._handler, calls._running_original = self._before
+        if calls._handler is None and calls.regions.open:
+            calls.regions.close()
+
+
 def with_passed_on(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What stands in for a unit's output, with what it would have passed on taken from its arguments."""
     if not any(isinstance(leaf, PassedOn) for leaf in leaves_of(output)):
         return output
     given = leaves_of((args, kwargs))
     return map_leaves(lambda leaf: given[leaf.position] if isinstance(leaf, PassedOn) else leaf, output)
+
+
+class _Patch(NamedTuple):
+    """What takes the place of a unit's ``__call__`` and ``forward`` while they are what they were when it was made."""
+
+    originals: tuple[Callable[..., Any], Callable[..., Any]]
+    call: Callable[..., Any]
+    forward: Callable[..., Any]
 
 
 def _replaced_inputs(
