@@ -64,6 +64,7 @@ __all__ = [
     "forward_pre_hooks_of",
     "has_forward_hooks",
     "is_functorch_wrapped",
+    "is_made_of_others",
     "make_wrapper",
     "number_of_memory",
     "packet_of",
@@ -106,6 +107,8 @@ _GENERATORS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_r
 CHECKPOINT_GENERATORS = [name for name in _GENERATORS if hasattr(torch.utils.checkpoint, name)]
 
 is_functorch_wrapped: Callable[[Tensor], bool] = private("torch._C._functorch.is_functorch_wrapped_tensor")
+# whether a tensor is made of others, as those are that FSDP keeps sharded
+is_made_of_others: Callable[[Tensor], bool] = private("torch.utils._python_dispatch.is_traceable_wrapper_subclass")
 # a tensor of a subclass without memory of its own, of a shape, dtype and device
 make_wrapper: Callable[..., Any] = private("torch.Tensor._make_wrapper_subclass")
 # the function mode on top; None where there is none

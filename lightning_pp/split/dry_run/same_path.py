@@ -25,7 +25,7 @@ from lightning_pp.split.record.step_record import (
     Value,
     spec_of,
 )
-from lightning_pp.split.reductions.recording import ReductionRecorder
+from lightning_pp.split.reductions.recording import EarlierRun, ReductionRecorder
 from lightning_pp.split.side_effects.module_state import RehearsedState
 from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, numbers_of, shapes_of
 from lightning_pp.split.unit_calls.interception import UnitCalls
@@ -41,7 +41,7 @@ class PathComparison:
         self._units = units
         self._fake_parameters = fake_parameters
         self._unit_calls = UnitCalls(units)
-        self._unit_sizes = UnitSizes(units, fake_parameters)
+        self.unit_sizes = UnitSizes(units, fake_parameters)
         self._state = RehearsedState(module, units)
         self._of_made_up_values: set[tuple[type, str]] = set()
 
@@ -54,6 +54,7 @@ class PathComparison:
         *,
         with_gradients: bool = False,
         is_alike: bool = False,
+        earlier: EarlierRun | None = None,
     ) -> StepRecord | None:
         """Rehearses ``step`` and tells whether it takes the path of ``record``.
 
@@ -64,6 +65,7 @@ class PathComparison:
             crossing: Numbers of operations between units, which the step must run as well.
             with_gradients: Whether gradients must flow as in ``record`` as well.
             is_alike: Whether the batch may be of other sizes and plain numbers than that of ``record``.
+            earlier: To have the reductions of this step in what is returned: as of :class:`ReductionRecorder`.
 
         Returns:
             ``record``, or what it is with the sizes of this step; None if the step takes another path.
@@ -71,8 +73,8 @@ class PathComparison:
         Raises:
             Exception: What the step raised, if it does not do so again: no made-up value caused that.
         """
-        compared = partial(self._compared, step, seed_inter_unit, with_gradients)
-        path = partial(_Path, record, self._unit_sizes, self._unit_calls.regions.note_function, crossing, is_alike)
+        compared = partial(self._compared, step, seed_inter_unit, with_gradients, earlier)
+        path = partial(_Path, record, self.unit_sizes, self._unit_calls.regions.note_function, crossing, is_alike)
         found, failure = compared(path())
         if failure is not None and _kind_of(failure) not in self._of_made_up_values:
             _, again = compared(path())
@@ -82,13 +84,18 @@ class PathComparison:
         return found
 
     def _compared(
-        self, step: Callable[[], Any], seed_inter_unit: Callable[[int], None], with_gradients: bool, path: _Path
+        self,
+        step: Callable[[], Any],
+        seed_inter_unit: Callable[[int], None],
+        with_gradients: bool,
+        earlier: EarlierRun | None,
+        path: _Path,
     ) -> tuple[StepRecord | None, Exception | None]:
         """:meth:`followed`, and what the step raised."""
-        record, recorder = path.record, ReductionRecorder(is_fake, is_fake)
+        record, recorder = path.record, ReductionRecorder(is_fake, is_fake, earlier)
         with ExitStack() as stack:
             # the code between units may write into parameters
-            stack.enter_context(self._unit_sizes.in_rehearsal(from_start=bool(record.updates)))
+            stack.enter_context(self.unit_sizes.in_rehearsal(from_start=bool(record.updates)))
             stack.enter_context(recorder)
             stack.enter_context(path.watch)
             matches, failure = rehearse(
@@ -106,7 +113,13 @@ class PathComparison:
             matches &= places_of(recorder.reductions) == places_of(record.reductions)
             # a step that begins to look at values needs a plan that says so
             matches &= record.depends_on_batch_values or path.watch.num_looks == record.num_looks
-        return path.found() if matches else None, failure
+        if earlier is None:
+            return path.found() if matches else None, failure
+        # a dry run follows values, a rehearsal knows what is fake: all is well where both say the same
+        matches &= failure is None and _dependences(recorder.reductions) == _dependences(record.reductions)
+        is_dynamic = record.has_dynamic_shapes or recorder.makes_integers
+        found = replace(path.found(), reductions=recorder.reductions, has_dynamic_shapes=is_dynamic)
+        return found if matches else None, failure
 
 
 class _Path:
@@ -209,6 +222,10 @@ class _Path:
 
 def _kind_of(failure: Exception) -> tuple[type, str]:
     return type(failure), innermost_user_line(failure)
+
+
+def _dependences(reductions: Sequence[Reduction]) -> list[tuple[bool, tuple[bool, ...]]]:
+    return [(reduction.depends_on_weights, reduction.of_samples) for reduction in reductions]
 
 
 def places_of(reductions: Sequence[Reduction]) -> list[Place]:

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.split._torch_private import PARAMETERS, FakeTensor, parameters_of
+from lightning_pp.split._torch_private import PARAMETERS, FakeTensor, is_made_of_others, parameters_of
 from lightning_pp.split.fakes.fake_mode import FakeValueMode
 from lightning_pp.split.record.step_record import TensorSpec
 
@@ -126,7 +126,7 @@ class FakeParameters:
         )
 
     @contextmanager
-    def computing(self, unit: str, tag: Callable[[nn.Parameter, str], None]) -> Iterator[None]:
+    def computing(self, unit: str, tag: Callable[[nn.Parameter, str], None] = lambda *_: None) -> Iterator[None]:
         """Within :meth:`all_fake`, for a call of ``unit``: its parameters have the dtype of computation.
 
         ``tag(fake, canonical name)`` is called for each.
@@ -258,8 +258,13 @@ class FakeParameters:
                 if fake is not None:
                     parent.__dict__[attribute] = fake
 
+    @property
+    def stand_for_shards(self) -> bool:
+        """Whether the module has sharded parameters. An operation on one may wait for other ranks."""
+        return any(map(is_made_of_others, self.module.parameters()))
+
     @contextmanager
-    def all_fake(self, tag: Callable[[nn.Parameter, str], None]) -> Iterator[None]:
+    def all_fake(self, tag: Callable[[nn.Parameter, str], None] = lambda *_: None) -> Iterator[None]:
         """Within, every parameter is fake. ``tag(fake, canonical name)`` is called for each.
 
         A parameter that FSDP keeps sharded is replaced too; the original object returns afterwards.

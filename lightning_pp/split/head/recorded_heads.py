@@ -38,7 +38,9 @@ class SplitHeads:
         *,
         in_region: bool,
     ) -> DeferredLogits:
-        """The logits of a head, whose values come from ``sources``; ``in_region``: backward runs this code again.
+        """The logits of the head ``unit``, whose values come from ``sources``.
+
+        With ``in_region``, backward runs this code again.
 
         Raises:
             WholeHeadError: The head has to be called whole.
