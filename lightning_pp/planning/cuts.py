@@ -169,7 +169,7 @@ def _with_moved_cuts(
     fits: Callable[[Partition], bool],
 ) -> Partition:
     """What comes of the start with the shortest step, once its cuts have been moved."""
-    row = RowOfUnits.of(record)
+    row = RowOfUnits(record)
     steps = _Steps(program, StageTimes(row, starts[0].unit_costs, cut.speeds_of_stages(program.placement)))
     return min((_moved(row, steps, start, fits) for start in starts), key=lambda found: found[0])[1]
 

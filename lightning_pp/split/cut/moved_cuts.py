@@ -7,7 +7,6 @@ group after it, 1 to n - 1, and S stages have S - 1 cuts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import TypeAlias
 
@@ -22,20 +21,15 @@ Places: TypeAlias = npt.NDArray[np.int64]
 Times: TypeAlias = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
 class RowOfUnits:
-    """What is cut.
+    """What is cut: the units that a recorded step calls.
 
     Attributes:
         groups: Units that share a stage, in order.
     """
 
-    groups: Sequence[Sequence[str]]
-
-    @classmethod
-    def of(cls, record: StepRecord) -> RowOfUnits:
-        """The units that a recorded step calls."""
-        return cls(inseparable_groups(record))
+    def __init__(self, record: StepRecord) -> None:
+        self.groups = inseparable_groups(record)
 
     def places(self, partition: Partition) -> Places:
         """Where ``partition`` cuts. Shape (S - 1)."""
@@ -101,6 +95,6 @@ def in_batches(arrays: Iterable[Places], size: int) -> Iterator[Places]:
 
 def moved_partitions(record: StepRecord, partition: Partition) -> Iterator[Partition]:
     """The partitions in which some cuts in a row, often one, are all one place further up, or all further down."""
-    row = RowOfUnits.of(record)
+    row = RowOfUnits(record)
     for moved in row.moved(row.places(partition)):
         yield from (row.partition(places, partition) for places in moved)

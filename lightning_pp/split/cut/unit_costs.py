@@ -151,21 +151,15 @@ def calibrated(
     result = dict(costs)
     for stage, units in enumerate(units_of_stages):
         own = [unit for unit in units if unit in costs]
-        parts = ("forward", "backward_input", "backward_weight")
-        estimated = {part: sum(getattr(costs[unit], part) for unit in own) for part in parts}
-        share = {unit: costs[unit].total for unit in own}
-        for unit in own:
-            times = []
-            for part in parts:
-                time = getattr(resolved, part)[stage]
-                whole = estimated[part]
-                # where nothing was estimated, by the units' shares of all
-                times.append(
-                    time * getattr(costs[unit], part) / whole
-                    if whole
-                    else time * (share[unit] / sum(share.values()) if any(share.values()) else 1 / len(own))
-                )
-            result[unit] = UnitCost(*times)
+        totals = [costs[unit].total for unit in own]
+        times = []
+        for part in ("forward", "backward_input", "backward_weight"):
+            time = getattr(resolved, part)[stage]
+            # where nothing was estimated of a part, by the units' shares of all
+            estimated = [getattr(costs[unit], part) for unit in own]
+            weights = estimated if any(estimated) else totals if any(totals) else [1.0] * len(own)
+            times.append([time * weight / sum(weights) for weight in weights])
+        result |= {unit: UnitCost(*each) for unit, *each in zip(own, *times, strict=True)}
     return result
 
 

@@ -264,7 +264,10 @@ class DryRun:
         given = args, kwargs
         args, kwargs = cast_activations(call, args, kwargs, self.record.compute_dtype)
         call.is_cast = any(map(is_not, leaves_of((args, kwargs)), leaves_of(given)))
-        self._note_given(call, args, kwargs)
+        tensors = tensors_of((args, kwargs))
+        self._flow.keep(tensors, call.given)
+        with without_dispatch_modes():
+            self._note_saved_between(tensors, call.reads.memory)
         call.tracks_gradients = torch.is_grad_enabled()
         call.differentiated = values_reached((args, kwargs), self._marker_nodes)
         call.region = self._regions.running
@@ -605,12 +608,6 @@ class DryRun:
         set_sources(fake, {Parameter(name)})
         self._flow.know_parameter(fake, name)
         self._flow.watch.note_weight(fake, fake.requires_grad)
-
-    def _note_given(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = list(tensors_of((args, kwargs)))
-        self._flow.keep(given, call.given)
-        with without_dispatch_modes():
-            self._note_saved_between(given, call.reads.memory)
 
     def _note_saved_between(self, tensors: Iterable[Tensor], memory: HeldMemory) -> None:
         """What the code between units keeps for backward, of what leads to ``tensors``."""

@@ -29,8 +29,6 @@ Changes = Callable[[], list[tuple[str, str, Any]]]
 _SKIPPED = frozenset({*HELD_BY_MODULES, "_trainer", COMPILED_CALL, "forward"})
 # buffers, hooks and flags, of which none holds containers of the user's
 _OF_TORCH = frozenset(vars(nn.Module()))
-# most modules have no hooks, and nothing has to be kept of their dicts
-_WAS_EMPTY: Sequence[Reached] = [Reached("", {})]
 
 
 @contextmanager
@@ -82,10 +80,10 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
                 if key in _SKIPPED or key == BUFFERS or stands_in:
                     continue
                 rebound = key not in before or value is not at_start.get(key)
-                if rebound or (key in contents and _is_edited(before[key], contents[key])):
+                if rebound or any(reached.is_changed for reached in contents.get(key, ())):
                     changed.append((name, key, value))
             for key, held in of_class.items():
-                if _is_edited(held[0].container, held):
+                if any(reached.is_changed for reached in held):
                     changed.append((name, key, held[0].container))
         return changed
 
@@ -95,13 +93,8 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
         for restore in filter(None, (*generators, classes.restore)):
             restore()
         for _, child, before, contents, of_class in saved:
-            for key, held in contents.items():
-                if held is not _WAS_EMPTY:
-                    _restore(held)
-                elif before[key]:
-                    before[key].clear()
-            for held in of_class.values():
-                _restore(held)
+            for reached in (reached for held in (*contents.values(), *of_class.values()) for reached in held):
+                reached.restore()
             _put_back(child.__dict__, before)
 
 
@@ -144,19 +137,8 @@ def _held_by(key: str, value: Any) -> Sequence[Reached]:
     if value is None or isinstance(value, bool):
         return ()
     if key in _OF_TORCH:
-        if not isinstance(value, dict):
-            return ()
-        return (Reached(key, value),) if value else _WAS_EMPTY
+        return (Reached(key, value),) if isinstance(value, dict) else ()
     return () if isinstance(value, (Tensor, nn.Module)) else reached_from(value, key)
-
-
-def _is_edited(value: Any, held: Sequence[Reached]) -> bool:
-    return bool(value) if held is _WAS_EMPTY else any(reached.is_changed for reached in held)
-
-
-def _restore(held: Sequence[Reached]) -> None:
-    for reached in held:
-        reached.restore()
 
 
 def _put_back(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
