@@ -7,8 +7,8 @@ steps of each turn are not counted, and with them the check of the first batch.
     python benchmarks/steps/tensor.py                             # two and four processes
     python benchmarks/steps/tensor.py --width 64 --steps 5        # small, to see that it runs
 
-Figures are medians of the turns' medians, of the slowest rank. On fewer cores than processes times say little; then look
-at the CPU time of the main thread, which runs Python, products and backward. Sums over ranks wait in it without CPU time.
+Figures are medians of the turns' medians, of the slowest rank. On fewer cores than processes times say little; the CPU
+time of the main thread says more. It runs Python, products and backward, and takes none while it waits for other ranks.
 """
 
 from __future__ import annotations
