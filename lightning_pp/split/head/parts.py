@@ -20,14 +20,7 @@ Pointwise = tuple[tuple[str, tuple[Any, ...]], ...]
 
 
 class HeadPart(nn.Module):
-    """Classes ``first`` to ``last - 1`` of a head, without parameters of its own: it uses rows of the head's.
-
-    Args:
-        head: The head.
-        head_name: Its name as a unit.
-        first: Number of the first class.
-        last: Number after the last class.
-    """
+    """Classes ``first`` to ``last - 1`` of a head, without parameters of its own: it uses rows of the head's."""
 
     def __init__(self, head: nn.Linear, head_name: str, first: int, last: int) -> None:
         super().__init__()
@@ -103,10 +96,7 @@ def is_head(unit: nn.Module) -> TypeGuard[nn.Linear]:
 def with_parts(units: Mapping[str, nn.Module], head_name: str, num_parts: int) -> dict[str, nn.Module]:
     """``units`` with the parts of a head before it; the head itself is for steps that use its logits otherwise.
 
-    Args:
-        units: Name to module.
-        head_name: Name of the head among them.
-        num_parts: How many parts; fewer if there are not so many classes.
+    There are fewer than ``num_parts`` if there are not so many classes.
     """
     head = units[head_name]
     assert isinstance(head, nn.Linear)
@@ -128,7 +118,7 @@ def parts_in(units: Mapping[str, nn.Module]) -> dict[str, tuple[HeadPart, ...]]:
 
 
 def whole_units(units: Mapping[str, nn.Module], names: Iterable[str]) -> set[str]:
-    """``names`` of units with that of the head in the place of its parts'."""
+    """``names`` of units, with the head's name instead of those of its parts."""
     return {unit.head_name if isinstance(unit := units[name], HeadPart) else name for name in names}
 
 
