@@ -7,7 +7,8 @@ steps of each turn are not counted, and with them the check of the first batch.
     python benchmarks/steps/tensor.py                             # two and four processes
     python benchmarks/steps/tensor.py --width 64 --steps 5        # small, to see that it runs
 
-Figures are medians of the turns' medians, of the slowest rank. On fewer cores than processes they say little.
+Figures are medians of the turns' medians, of the slowest rank. On fewer cores than processes times say little; the CPU
+time of the main thread says more. It runs Python, products and backward, and takes none while it waits for other ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch.utils.data import DataLoader
 from lightning_pp import PipelineParallelStrategy
 
 _NUM_WARM = 2
+Times = tuple[float, float]  # by the clock, and of the main thread's CPU
 _COLUMNS, _ROWS = ("q", "k", "v", "up", "gate"), ("out", "down")
 
 
@@ -80,14 +82,14 @@ class Clock(L.Callback):
     """When batches begin."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
+        self.times: list[Times] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Notes the time."""
-        self.times.append(time.perf_counter())
+        self.times.append((time.perf_counter(), time.thread_time()))
 
 
-def trainer_ms(args: argparse.Namespace, data: Tensor) -> float:
+def trainer_ms(args: argparse.Namespace, data: Tensor) -> Times:
     """The median step of a fit with the strategy."""
     clock, size = Clock(), dist.get_world_size() if dist.is_initialized() else args.size
     trainer = L.Trainer(
@@ -105,7 +107,7 @@ def trainer_ms(args: argparse.Namespace, data: Tensor) -> float:
     return median_ms(clock.times)
 
 
-def plain_ms(args: argparse.Namespace, data: Tensor) -> float:
+def plain_ms(args: argparse.Namespace, data: Tensor) -> Times:
     """The median step of a loop with ``parallelize_module``."""
     module = Module(args.width, args.blocks)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -113,9 +115,9 @@ def plain_ms(args: argparse.Namespace, data: Tensor) -> float:
         styles = {**{name: ColwiseParallel() for name in _COLUMNS}, **{name: RowwiseParallel() for name in _ROWS}}
         parallelize_module(block, mesh, styles)
     optimizer = module.configure_optimizers()
-    times = []
+    times: list[Times] = []
     for batch in data.split(args.rows):
-        times.append(time.perf_counter())
+        times.append((time.perf_counter(), time.thread_time()))
         loss = module.training_step(batch, 0)
         optimizer.zero_grad()
         loss.backward()
@@ -123,21 +125,21 @@ def plain_ms(args: argparse.Namespace, data: Tensor) -> float:
     return median_ms(times)
 
 
-def median_ms(times: list[float]) -> float:
+def median_ms(times: list[Times]) -> Times:
     """Of the steps that count, in milliseconds."""
-    steps = [1e3 * (end - start) for start, end in pairwise(times)]
-    return statistics.median(steps[_NUM_WARM:])
+    steps = [(1e3 * (end[0] - start[0]), 1e3 * (end[1] - start[1])) for start, end in pairwise(times)][_NUM_WARM:]
+    return statistics.median(wall for wall, _ in steps), statistics.median(cpu for _, cpu in steps)
 
 
 def work(args: argparse.Namespace) -> None:
     """One rank: both take turns."""
     generator = torch.Generator().manual_seed(1)
     data = torch.randn(args.rows * (args.steps + _NUM_WARM + 1), args.length, args.width, generator=generator)
-    turns = [(trainer_ms(args, data), plain_ms(args, data)) for _ in range(args.turns)]
+    turns = [(*trainer_ms(args, data), *plain_ms(args, data)) for _ in range(args.turns)]
     mine = torch.tensor([statistics.median(column) for column in zip(*turns, strict=True)])
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        print(json.dumps({"trainer": mine[0].item(), "plain": mine[1].item()}), flush=True)
+        print(json.dumps(dict(zip(("trainer", "trainer_cpu", "plain", "plain_cpu"), mine.tolist(), strict=True))))
 
 
 def main() -> None:
@@ -151,7 +153,8 @@ def main() -> None:
     if args.size:
         work(args)
         return
-    print("| tensor ranks | Trainer, ms | parallelize_module, ms | by it |\n|---|---|---|---|")
+    print("| tensor ranks | Trainer, ms | parallelize_module, ms | by it | CPU, ms | CPU, ms | by it |")
+    print("|---|---|---|---|---|---|---|")
     for size in args.sizes:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
         done = subprocess.run(
@@ -162,7 +165,9 @@ def main() -> None:
             text=True,
         )
         found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-        print(f"| {size} | {found['trainer']:.1f} | {found['plain']:.1f} | {found['trainer'] / found['plain']:.3f} |")
+        by_clock = [(found[f"trainer{clock}"], found[f"plain{clock}"]) for clock in ("", "_cpu")]
+        columns = " | ".join(f"{ours:.1f} | {plain:.1f} | {ours / plain:.3f}" for ours, plain in by_clock)
+        print(f"| {size} | {columns} |")
 
 
 if __name__ == "__main__":

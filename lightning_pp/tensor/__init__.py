@@ -6,6 +6,7 @@ this rank's part, so that sharding, deferral and optimizers treat it as any othe
 * :mod:`.parts` says how a parameter lies over the axis;
 * :mod:`.plans` reads plans, and :mod:`.tracing` finds how each unit's parameters can be cut;
 * :mod:`.units` cuts them and runs units, :mod:`.region` with :mod:`.rules` computes functions on parts;
+* :mod:`.head` keeps the logits of a rank's classes until a cross entropy takes them;
 * :mod:`.check` compares each unit with itself run whole.
 """
 

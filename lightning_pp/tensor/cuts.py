@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -40,7 +40,7 @@ class Cut:
 
     def at(self, dim: int, segments: Sequence[int] | None = None) -> Cut:
         """The same cut at another dimension, or of other segments."""
-        return replace(self, dim=dim, segments=self.segments if segments is None else tuple(segments))
+        return Cut(dim, self.segments if segments is None else tuple(segments), self.origins, self.tokens)
 
 
 class CutError(SplitError):

@@ -132,16 +132,19 @@ def tied_along_vocabulary(
 
     Args:
         module: The whole model.
-        called: The units that the step calls. Tied parameters of others stay whole.
+        called: The units that the step calls. What is tied to a part of one stays whole.
         head: Name of the last projection, if there is one.
         plan: As of :func:`styles_of`.
         num_ranks: Tensor ranks.
     """
     styles, users = styles_of(module, plan), dict[nn.Parameter, list[bool]]()
+    inside = {child for unit in called for child in unit.modules()}
     for prefix, child in module.named_modules(remove_duplicate=False):
         wanted = ("auto", "rowwise") if is_table(child) else ("auto", "colwise") if prefix == head else ()
         for name, parameter in child.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            users.setdefault(parameter, []).append(child in called and styles.get(name, ("", ""))[0] in wanted)
+            style = styles.get(name, ("", ""))[0]
+            is_unused = is_table(child) and child not in inside and style != "replicate"  # such as "shared" of T5
+            users.setdefault(parameter, []).append(is_unused or (child in called and style in wanted))
     tied = {each for each, are_cut in users.items() if len(are_cut) > 1 and all(are_cut)}
     return {each for each in tied if each.shape[0] > each.shape[1] and not each.shape[0] % num_ranks}
 

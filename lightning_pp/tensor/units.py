@@ -126,6 +126,9 @@ class TensorParallelUnits:
             for key, (dim, segments) in found.items():
                 pieces = pieces_of(segments, self._group.rank(), self._group.size())
                 self.parts[prefix + key] = TensorPart(dim, unit.get_parameter(key).shape, pieces)
+        names = dict(self._module.named_parameters(remove_duplicate=False))
+        known_parts = {names[name]: part for name, part in self.parts.items()}
+        self.parts |= {name: known_parts[each] for name, each in names.items() if each in known_parts}
         self._shared = set()  # which would keep parameters of other ranks
 
     def cut(self, name: str) -> None:

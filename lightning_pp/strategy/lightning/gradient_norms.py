@@ -60,9 +60,13 @@ class GradientNorms:
             return original(module, norm_type, group_separator)
         kind = float(norm_type)
         own = self._own_norms(kind, {known[p]: p for p in listed.values()})
-        found: dict[str, tuple[float, torch.dtype]] = {}
-        for part in self._groups.gather_in_pipeline({name: (*norm, name in self._cut) for name, norm in own.items()}):
+        found, holders = dict[str, tuple[float, torch.dtype]](), dict[str, int]()
+        told = self._groups.gather_in_pipeline({name: (*norm, name in self._cut) for name, norm in own.items()})
+        for rank, part in enumerate(told):
             for name, (norm, dtype, is_cut) in part.items():
+                stage = rank // self._groups.num_tensor_ranks
+                if is_cut and holders.setdefault(name, stage) != stage:  # tied to a unit of another stage
+                    continue
                 if is_cut and name in found:  # parts of tensor ranks
                     parts = torch.tensor([norm, found[name][0]], dtype=torch.float64, device="cpu")
                     norm = float(torch.linalg.vector_norm(parts, kind))

@@ -36,8 +36,7 @@ def tensor_parallel_units(
     axis = tensor_mesh(given.mesh)
     if axis is None:
         return None
-    own = split.units_of(given.rank)
-    units = {name: unit for name, unit in own.items() if not isinstance(unit, HeadPart)}
+    units = {name: unit for name, unit in split.units_of(given.rank).items() if not isinstance(unit, HeadPart)}
     names = split.fake_parameters.names
     direct = {names[name] for name in split.direct}
     calls = [call.unit for call in split.record.calls]

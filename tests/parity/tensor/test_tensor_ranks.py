@@ -150,7 +150,10 @@ CUT = {
         *(f"self_attn.{name}_proj.weight" for name in "qo"),  # there is one head of keys
         *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     },
-    "t5": {"SelfAttention.q.weight", "SelfAttention.o.weight", "EncDecAttention.k.weight", "DenseReluDense.wi.weight"},
+    "t5": {
+        *("SelfAttention.q.weight", "SelfAttention.o.weight", "EncDecAttention.k.weight", "DenseReluDense.wi.weight"),
+        "shared.weight",  # of both embeddings and the head
+    },
     "demo_transformer": {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"},
     "vit": {"self_attn.in_proj_weight", "linear1.weight", "linear2.weight"},
 }
