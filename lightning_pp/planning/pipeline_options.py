@@ -19,6 +19,7 @@ from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.split.data.microbatch import BatchDim, SplitBatch
 from lightning_pp.split.head.choice import SplitHead
 from lightning_pp.split.unit_calls.units import units_that_hold
+from lightning_pp.tensor import Plan
 
 OnNonFinite = Literal["error", "skip", "ignore"]
 UnequalData = Literal["error", "shortest"]
@@ -81,6 +82,7 @@ class PipelineOptions:
         sharding: Inside stages.
         activation_checkpointing: What is run again in backward.
         device_memory_gib: What a rank may hold altogether; None for no limit.
+        tensor_parallel_plan: Which matrices are cut over the tensor ranks.
 
     Raises:
         ConfigurationError: A value is not of its kind, or a schedule's file has too few microbatches.
@@ -92,6 +94,7 @@ class PipelineOptions:
     sharding: ShardingSettings = field(default_factory=ShardingSettings)
     activation_checkpointing: ActivationCheckpointing = False
     device_memory_gib: float | None = None
+    tensor_parallel_plan: Plan = "auto"
 
     def __post_init__(self) -> None:
         limit = self.device_memory_gib

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -18,14 +15,14 @@ from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.meshes import tensor_mesh
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
+from lightning_pp.planning.tensor_parts import Call
 from lightning_pp.sharding.shard_updates import is_elementwise
-from lightning_pp.split.data.tree import map_leaves, own_containers
 from lightning_pp.split.head.parts import HeadPart
 from lightning_pp.tensor import Plan, TensorParallelUnits
 
 
 def tensor_parallel_units(
-    split: SplitModel, rank: int, plan: Plan, mesh: DeviceMesh, record: Callable[[], Any]
+    split: SplitModel, rank: int, plan: Plan, mesh: DeviceMesh, calls: Sequence[Call]
 ) -> TensorParallelUnits | None:
     """The units of this rank with cuts for their parameters, which are still whole; None for one tensor rank.
 
@@ -34,7 +31,7 @@ def tensor_parallel_units(
         rank: This rank's place in the pipeline.
         plan: ``tensor_parallel_plan`` of the strategy.
         mesh: The whole mesh.
-        record: Makes a dry run of the step.
+        calls: What units were called with.
 
     Raises:
         ConfigurationError: The plan does not fit the model.
@@ -51,19 +48,9 @@ def tensor_parallel_units(
         if isinstance(part, HeadPart):
             shared.update(split.module.get_submodule(part.head_name).parameters())
     found = TensorParallelUnits(split.module, units, plan, axis.get_group(), shared)
-    calls: list[tuple[str, Any]] = []
-
-    def note(name: str, unit: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        calls.append((name, own_containers((args, kwargs))))
-
-    hooks = [u.register_forward_pre_hook(partial(note, name), with_kwargs=True) for name, u in units.items()]
-    try:
-        record()
-    finally:
-        for hook in hooks:
-            hook.remove()
     for name, given in calls:
-        found.observe(name, *map_leaves(_without_data, given))
+        if name in units:
+            found.observe(name, *given)
     found.plan()
     return found
 
@@ -100,7 +87,3 @@ def refuse_other_updates(optimizer: Optimizer, cut: Mapping[str, nn.Parameter]) 
             "element by itself (AdamW, SGD, ...), or leave these parameters whole: tensor_parallel_plan={"
             f"{names[0].rpartition('.')[0]!r}: 'replicate', ...}}."
         )
-
-
-def _without_data(leaf: Any) -> Any:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
