@@ -29,7 +29,6 @@ from lightning_pp.planning.stage_model import (
     record_model,
     with_recomputation,
 )
-from lightning_pp.planning.tensor_parts import TensorRanks
 from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.planning.unit_times.measure import UnitTimes
 from lightning_pp.schedule import Placement
@@ -239,14 +238,14 @@ class ModelCutter:
                 self.options.recorded_checkpointing,
                 split_head=self.options.split_head if split_head is None else split_head,
                 refined={*refined, *self.options.refined_units(self.module)},
-                tensor=TensorRanks(self.sizes.tensor, self.options.tensor_parallel_plan),
+                tensor=self.options.tensor_ranks(self.sizes.tensor),
             ),
         )
         return _checked(recorded, self.sizes.tensor)
 
     def on_tensor_ranks(self, recording: RecordedModel) -> RecordedModel:
         """``recording``, which was made for one tensor rank, for those that there are."""
-        ranks = TensorRanks(self.sizes.tensor, self.options.tensor_parallel_plan)
+        ranks = self.options.tensor_ranks(self.sizes.tensor)
         return _checked(on_tensor_ranks(recording, ranks), ranks.size)
 
 

@@ -15,6 +15,7 @@ from lightning_pp.planning.activation_checkpointing import AUTO, ActivationCheck
 from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.sharded_stages import ShardingSettings
+from lightning_pp.planning.tensor_parts import TensorRanks
 from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.split.data.microbatch import BatchDim, SplitBatch
 from lightning_pp.split.head.choice import SplitHead
@@ -83,6 +84,7 @@ class PipelineOptions:
         activation_checkpointing: What is run again in backward.
         device_memory_gib: What a rank may hold altogether; None for no limit.
         tensor_parallel_plan: Which matrices are cut over the tensor ranks.
+        sequence_parallel: Whether what lies between cut matrices of a unit is on parts of the sequence.
 
     Raises:
         ConfigurationError: A value is not of its kind, or a schedule's file has too few microbatches.
@@ -95,6 +97,7 @@ class PipelineOptions:
     activation_checkpointing: ActivationCheckpointing = False
     device_memory_gib: float | None = None
     tensor_parallel_plan: Plan = "auto"
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         limit = self.device_memory_gib
@@ -151,6 +154,10 @@ class PipelineOptions:
         costs = self.schedule.costs
         measured = [name for names in (costs.units if costs is not None else None) or () for name in names]
         return units_that_hold(module, [*(self.cut.split_points or ()), *measured])
+
+    def tensor_ranks(self, size: int) -> TensorRanks:
+        """How so many ranks share matrices."""
+        return TensorRanks(size, self.tensor_parallel_plan, self.sequence_parallel)
 
     def layout_request(
         self, num_ranks: int, num_microbatches: int, device_type: str, flops_per_byte: float = 0.0

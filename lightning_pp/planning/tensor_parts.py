@@ -23,9 +23,9 @@ from lightning_pp.errors import SplitError
 from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.fakes.parameters import FakeParameters
-from lightning_pp.split.head.parts import HeadPart
+from lightning_pp.split.head.parts import HeadPart, is_head
 from lightning_pp.split.record.step_record import HeldMemory, StepRecord, UnitCall, Value
-from lightning_pp.tensor import Plan, PlannedGroup, TensorParallelUnits
+from lightning_pp.tensor import Plan, PlannedGroup, TensorParallelUnits, tied_along_vocabulary
 
 Call = tuple[str, tuple[Any, Any]]
 """The name of a unit with its arguments, without data."""
@@ -41,10 +41,12 @@ class TensorRanks:
     Attributes:
         size: Ranks that share them.
         plan: The strategy's ``tensor_parallel_plan``.
+        sequence_parallel: The strategy's.
     """
 
     size: int = 1
     plan: Plan = "auto"
+    sequence_parallel: bool = False
 
 
 class Traffic(NamedTuple):
@@ -86,6 +88,15 @@ class OnParts:
         """Of a unit in F and in I, of one microbatch."""
         forward, backward, again = self._traffic.get(unit, (Traffic(), Traffic(), Traffic()))
         return forward, backward.plus(again) if unit in self.record.recomputed_units else backward
+
+
+def head_and_tied(
+    record: StepRecord, module: nn.Module, units: Mapping[str, nn.Module], plan: Plan, num_ranks: int
+) -> tuple[str | None, set[nn.Parameter]]:
+    """The last projection, if the step ends with one, and what is cut along the vocabulary in several units."""
+    calls = [call.unit for call in record.calls]
+    head = calls[-1] if calls and calls.count(calls[-1]) == 1 and is_head(units[calls[-1]]) else None
+    return head, tied_along_vocabulary(module, {units[name] for name in calls}, head, plan, num_ranks)
 
 
 @contextmanager
@@ -134,11 +145,11 @@ def cut_on_parts(
     module, names = fake_parameters.module, fake_parameters.names
     group, watch = PlannedGroup(ranks.size), _TrafficWatch(ranks.size)
     whole = {names[name] for name in record.parameters_used_outside()}
-    for unit in units.values():
-        if isinstance(unit, HeadPart):
-            whole.update(module.get_submodule(unit.head_name).parameters())
     own = {name: unit for name, unit in units.items() if not isinstance(unit, HeadPart)}
-    found = TensorParallelUnits(module, own, ranks.plan, cast(dist.ProcessGroup, group), whole)
+    head, tied = head_and_tied(record, module, units, ranks.plan, ranks.size)
+    found = TensorParallelUnits(
+        module, own, ranks.plan, cast(dist.ProcessGroup, group), whole, ranks.sequence_parallel, tied - whole, head
+    )
     for name, (args, kwargs) in calls:
         found.observe(name, args, kwargs)
     found.plan()
@@ -158,7 +169,7 @@ def cut_on_parts(
     for name in own:
         of_unit = [part for key, part in found.parts.items() if key.startswith(f"{name}.")]
         num_parameters[name] -= sum(part.shape.numel() - part.local_shape.numel() for part in of_unit)
-    return OnParts(ranks.size, cut, on_parts, num_parameters, found.report(), watch.by_unit(on_parts, like))
+    return OnParts(ranks.size, cut, on_parts, num_parameters, found.report(), watch.by_unit(on_parts, like, head))
 
 
 class _TrafficWatch:
@@ -187,8 +198,13 @@ class _TrafficWatch:
             before = call.flops - call.flops_saved_by_policy
             self._noted.append((call.index, before, forward * share, backward * share))
 
-    def by_unit(self, record: StepRecord, like: Sequence[int]) -> dict[str, tuple[Traffic, Traffic, Traffic]]:
-        """In F, in I, and once more in I of what runs again there up to the last tensor that autograd keeps."""
+    def by_unit(
+        self, record: StepRecord, like: Sequence[int], head: str | None
+    ) -> dict[str, tuple[Traffic, Traffic, Traffic]]:
+        """In F, in I, and once more in I of what runs again there up to the last tensor that autograd keeps.
+
+        The columns of ``head`` are gathered in a dry run; a cross entropy of parts of logits needs a few numbers only.
+        """
         found: dict[str, tuple[Traffic, Traffic, Traffic]] = {}
         last_of_region = {call.region: call.index for call in record.calls}
         by_call: dict[int, list[tuple[int, float, float]]] = {}
@@ -197,7 +213,7 @@ class _TrafficWatch:
         for call, ran in zip(record.calls, like, strict=True):
             first, second, third = found.get(call.unit, (Traffic(), Traffic(), Traffic()))
             for before, forward, backward in by_call.get(ran, ()):
-                sent = Traffic(int(forward > 0), forward)
+                sent = Traffic(int(forward > 0), forward) if call.unit != head else Traffic()
                 first, second = first.plus(sent), second.plus(Traffic(int(backward > 0), backward))
                 is_needed = before < call.flops_run_again
                 by_module = call.region is not None and (is_needed or last_of_region[call.region] != call.index)

@@ -26,7 +26,7 @@ from lightning_pp.planning.stage_model import (
     record_model,
     with_recomputation,
 )
-from lightning_pp.planning.tensor_parts import TensorRanks
+from lightning_pp.planning.step_plans import key_of
 from lightning_pp.planning.tuning import Layout, LayoutRequest, compute_on_rank0
 from lightning_pp.planning.unit_times.measure import run_each_once
 from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts
@@ -144,11 +144,8 @@ class PipelineSetup:
             split = assign_stages(
                 recording, placement=layout.placement, partition=layout.partition, updates=self._updates(step)
             )
-            tensor = self._ranks.all_or_none(
-                lambda: tensor_parallel_units(
-                    split, self._given.rank, self._options.tensor_parallel_plan, self._given.mesh, recording.calls
-                )
-            )
+            self._start_plans(split, step, microbatches[0], arguments)
+            tensor = self._ranks.all_or_none(lambda: tensor_parallel_units(split, self._given, recording.calls))
             if recording.not_on_parts is not None and self._device_memory is not None:
                 rank_zero_warn(
                     "device_memory_gib counts whole matrices, since the step cannot be recorded on parts of them: "
@@ -287,7 +284,7 @@ class PipelineSetup:
                     may_fail=True,
                     split_head=split_head if trains else False,
                     refined={*refined, *self._options.refined_units(self.module)},
-                    tensor=None if size == 1 else TensorRanks(size, self._options.tensor_parallel_plan),
+                    tensor=None if size == 1 else self._options.tensor_ranks(size),
                 ),
             )
         if self._recomputed:
@@ -303,6 +300,18 @@ class PipelineSetup:
         )
         ends_with_batch = self._options.schedule.whole_batch_loss and step != "predict_step"
         return ending_with_batch(recorded) if ends_with_batch else recorded
+
+    def _start_plans(self, split: SplitModel, step: str, microbatch: Microbatch, arguments: Sequence[Any]) -> None:
+        """Has the dry run serve the first step like it, where that runs the same code on the same units."""
+        if (
+            split.record.failure is None
+            and self._given.sizes.tensor == 1
+            and not self._options.schedule.whole_batch_loss
+        ):
+            trains, names = step == "training_step", split.fake_parameters.canonical_names
+            frozen = {names[name] for name, each in self.module.named_parameters() if trains and not each.requires_grad}
+            key = key_of(step, arguments[1:], microbatch.data, frozen)
+            split.plans.start_with(key, split.record, with_gradients=trains)
 
     def _updates(self, step: str) -> Updates:
         """What hooks write into parameters, in training."""

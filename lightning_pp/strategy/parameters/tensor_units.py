@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -15,42 +14,49 @@ from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.meshes import tensor_mesh
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.planning.tensor_parts import Call
+from lightning_pp.planning.tensor_parts import Call, head_and_tied
 from lightning_pp.sharding.shard_updates import is_elementwise
 from lightning_pp.split.head.parts import HeadPart
-from lightning_pp.tensor import Plan, TensorParallelUnits
+from lightning_pp.strategy.surroundings import Surroundings
+from lightning_pp.tensor import TensorParallelUnits
 
 
-def tensor_parallel_units(
-    split: SplitModel, rank: int, plan: Plan, mesh: DeviceMesh, calls: Sequence[Call]
-) -> TensorParallelUnits | None:
+def tensor_parallel_units(split: SplitModel, given: Surroundings, calls: Sequence[Call]) -> TensorParallelUnits | None:
     """The units of this rank with cuts for their parameters, which are still whole; None for one tensor rank.
 
-    Args:
-        split: The split model, of which nothing is dropped yet.
-        rank: This rank's place in the pipeline.
-        plan: ``tensor_parallel_plan`` of the strategy.
-        mesh: The whole mesh.
-        calls: What units were called with.
+    Nothing of ``split`` is dropped yet, and ``calls`` are what its units were called with.
 
     Raises:
         ConfigurationError: The plan does not fit the model.
     """
-    axis = tensor_mesh(mesh)
+    axis = tensor_mesh(given.mesh)
     if axis is None:
         return None
-    own = split.units_of(rank)
+    own = split.units_of(given.rank)
     units = {name: unit for name, unit in own.items() if not isinstance(unit, HeadPart)}
     names = split.fake_parameters.names
+    direct = {names[name] for name in split.direct}
+    head, tied = head_and_tied(split.record, split.module, split.units, given.options.tensor_parallel_plan, axis.size())
+    tied -= direct
     # tied to a unit of another rank, or used by the code between units
-    shared = {names[name] for name in split.owners if name in split.direct or len(split.ranks_of(name)) > 1}
-    for part in own.values():
-        if isinstance(part, HeadPart):
-            shared.update(split.module.get_submodule(part.head_name).parameters())
-    found = TensorParallelUnits(split.module, units, plan, axis.get_group(), shared)
-    for name, given in calls:
+    shared = {names[name] for name in split.owners if len(split.ranks_of(name)) > 1}.difference(tied) | direct
+    options = given.options
+    found = TensorParallelUnits(
+        split.module,
+        units,
+        options.tensor_parallel_plan,
+        axis.get_group(),
+        shared,
+        options.sequence_parallel,
+        tied,
+        head,
+    )
+    if head is not None and not options.schedule.whole_batch_loss:
+        is_recomputed = split.recomputation is not None and head in split.recomputation.units
+        found.defers_logits = not (is_recomputed or split.record.calls[-1].leaves[0].edited_in_place)
+    for name, (args, kwargs) in calls:
         if name in units:
-            found.observe(name, *given)
+            found.observe(name, args, kwargs)
     found.plan()
     return found
 

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from feature_parts import assert_equal_trees
@@ -19,13 +20,41 @@ from lightning_pp import PipelineParallelStrategy
 Batch = tuple[Tensor, Tensor]
 
 
+class Mixup:
+    """As timm's, in place, with targets for classes: mixes each sample with its opposite in the batch, or with any."""
+
+    def __init__(self, permutes: bool) -> None:
+        self.permutes = permutes
+
+    def __call__(self, x: Tensor, classes: Tensor) -> Batch:
+        lam, targets = float(np.random.beta(0.4, 0.4)), nn.functional.one_hot(classes, 8).to(x)
+        if self.permutes:
+            order = torch.randperm(len(x))
+            others, targets_of_others = x[order], targets[order]
+        else:
+            others, targets_of_others = x.flip(0), targets.flip(0)
+        x.mul_(lam).add_(others.mul_(1.0 - lam))
+        return x, targets * lam + targets_of_others * (1.0 - lam)
+
+
+MIXUPS = {"timm": Mixup(permutes=False), "timm_permuting": Mixup(permutes=True)}
+HOWS = ["roll", "randperm", *MIXUPS]
+
+
 def mixed(batch: Batch, how: str) -> Batch:
     x, y = batch
+    if how in MIXUPS:
+        return MIXUPS[how](x, y[:, 0].abs().mul(4).long().clamp(max=7))
     others = x[torch.randperm(len(x))] if how == "randperm" else x.roll(1, 0)
     return 0.7 * x + 0.3 * others, y
 
 
-LINE = f"{__file__}:{mixed.__code__.co_firstlineno + 2} in mixed"
+LINES = {
+    "roll": f"{__file__}:{mixed.__code__.co_firstlineno + 4} in mixed",
+    "timm": f"{__file__}:{Mixup.__call__.__code__.co_firstlineno + 6} in __call__",
+    "randperm": f"{__file__}:{mixed.__code__.co_firstlineno + 4} in mixed",
+    "timm_permuting": f"{__file__}:{Mixup.__call__.__code__.co_firstlineno + 3} in __call__",
+}
 
 
 class Mixing(pl.LightningModule):
@@ -45,7 +74,7 @@ class Mixing(pl.LightningModule):
         h, y = batch if self.in_hook else mixed(batch, self.how)
         for block in self.blocks:
             h = block(h)
-        return nn.functional.mse_loss(h, y)
+        return nn.functional.cross_entropy(h, y) if self.how in MIXUPS else nn.functional.mse_loss(h, y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -55,6 +84,7 @@ def trained(how: str, in_hook: bool, strategy: Any = "auto") -> dict[str, Tensor
     module, generator = Mixing(how, in_hook), torch.Generator().manual_seed(1)
     data = TensorDataset(*(torch.randn(32, 8, generator=generator, dtype=torch.float64) for _ in range(2)))
     torch.manual_seed(9)
+    np.random.seed(9)
     trainer(1 if strategy == "auto" else 2, strategy).fit(module, DataLoader(data, batch_size=16))
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters() if not parameter.is_meta}
 
@@ -63,7 +93,7 @@ def piped(how: str, in_hook: bool) -> dict[str, Tensor]:
     return trained(how, in_hook, PipelineParallelStrategy(2, num_microbatches=4))
 
 
-@pytest.mark.parametrize("how", ["roll", "randperm"])
+@pytest.mark.parametrize("how", HOWS)
 def test_mixing_in_the_hook_of_batches_is_that_of_one_device(pool: WorkerPool, how: str) -> None:
     expected = trained(how, in_hook=True)
     first, second = pool.run(piped, how, True, world_size=2)
@@ -71,21 +101,23 @@ def test_mixing_in_the_hook_of_batches_is_that_of_one_device(pool: WorkerPool, h
     assert_equal_trees({**first, **second}, expected)
 
 
-def test_mixing_in_the_step_is_refused_by_line(pool: WorkerPool) -> None:
-    report = pool.run(piped, "roll", False, world_size=2, expect_failure=True)
+@pytest.mark.parametrize(("how", "by"), [("roll", "roll"), ("timm", "flip")])
+def test_mixing_in_the_step_is_refused_by_line(pool: WorkerPool, how: str, by: str) -> None:
+    report = pool.run(piped, how, False, world_size=2, expect_failure=True)
     for failure in report.failures:
-        assert failure is not None and f"{LINE} by `roll`" in failure.message, failure
+        assert failure is not None and f"{LINES[how]} by `{by}`" in failure.message, failure
         assert "move it to on_after_batch_transfer" in failure.message and "whole_batch_loss" not in failure.message
 
 
-def warned() -> list[str]:
+def warned(how: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        piped("randperm", False)
+        piped(how, False)
     return [str(warning.message) for warning in caught if "permutes" in str(warning.message)]
 
 
-def test_a_permutation_in_the_step_is_told_once(pool: WorkerPool) -> None:
-    (told,), nothing = pool.run(warned, world_size=2)
-    assert told.startswith(f"{LINE} permutes the samples of each microbatch.")
+@pytest.mark.parametrize("how", ["randperm", "timm_permuting"])
+def test_a_permutation_in_the_step_is_told_once(pool: WorkerPool, how: str) -> None:
+    (told,), nothing = pool.run(warned, how, world_size=2)
+    assert told.startswith(f"{LINES[how]} permutes the samples of each microbatch.")
     assert "move it to on_after_batch_transfer" in told and not nothing
