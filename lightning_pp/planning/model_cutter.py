@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.errors import SplitError
 from lightning_pp.planning.activation_checkpointing import AUTO
 from lightning_pp.planning.hardware.devices import PLANNED_ON_CPU, PlannedDevice
 from lightning_pp.planning.memory.limit import DeviceMemory
@@ -24,6 +25,7 @@ from lightning_pp.planning.stage_model import (
     RecordingOptions,
     SplitModel,
     assign_stages,
+    on_tensor_ranks,
     record_model,
     with_recomputation,
 )
@@ -224,7 +226,7 @@ class ModelCutter:
     def _record(
         self, num_stages: int, refined: Collection[str] = (), split_head: SplitHead | None = None
     ) -> RecordedModel:
-        return record_model(
+        recorded = record_model(
             self.module,
             device=self._device.here,
             step=self._step.step,
@@ -236,5 +238,21 @@ class ModelCutter:
                 self.options.recorded_checkpointing,
                 split_head=self.options.split_head if split_head is None else split_head,
                 refined={*refined, *self.options.refined_units(self.module)},
+                tensor=self.options.tensor_ranks(self.sizes.tensor),
             ),
         )
+        return _checked(recorded, self.sizes.tensor)
+
+    def on_tensor_ranks(self, recording: RecordedModel) -> RecordedModel:
+        """``recording``, which was made for one tensor rank, for those that there are."""
+        ranks = self.options.tensor_ranks(self.sizes.tensor)
+        return _checked(on_tensor_ranks(recording, ranks), ranks.size)
+
+
+def _checked(recording: RecordedModel, num_tensor_ranks: int) -> RecordedModel:
+    if recording.not_on_parts is not None:
+        raise SplitError(
+            f"The step cannot be recorded on parts of tensor_parallel_size={num_tensor_ranks}: "
+            f"{recording.not_on_parts} Use tensor_parallel_size=1."
+        )
+    return recording

@@ -15,10 +15,12 @@ from lightning_pp.planning.activation_checkpointing import AUTO, ActivationCheck
 from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.sharded_stages import ShardingSettings
+from lightning_pp.planning.tensor_parts import TensorRanks
 from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.split.data.microbatch import BatchDim, SplitBatch
 from lightning_pp.split.head.choice import SplitHead
 from lightning_pp.split.unit_calls.units import units_that_hold
+from lightning_pp.tensor import Plan
 
 OnNonFinite = Literal["error", "skip", "ignore"]
 UnequalData = Literal["error", "shortest"]
@@ -81,6 +83,8 @@ class PipelineOptions:
         sharding: Inside stages.
         activation_checkpointing: What is run again in backward.
         device_memory_gib: What a rank may hold altogether; None for no limit.
+        tensor_parallel_plan: Which matrices are cut over the tensor ranks.
+        sequence_parallel: Whether what lies between cut matrices of a unit is on parts of the sequence.
 
     Raises:
         ConfigurationError: A value is not of its kind, or a schedule's file has too few microbatches.
@@ -92,6 +96,8 @@ class PipelineOptions:
     sharding: ShardingSettings = field(default_factory=ShardingSettings)
     activation_checkpointing: ActivationCheckpointing = False
     device_memory_gib: float | None = None
+    tensor_parallel_plan: Plan = "auto"
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         limit = self.device_memory_gib
@@ -148,6 +154,10 @@ class PipelineOptions:
         costs = self.schedule.costs
         measured = [name for names in (costs.units if costs is not None else None) or () for name in names]
         return units_that_hold(module, [*(self.cut.split_points or ()), *measured])
+
+    def tensor_ranks(self, size: int) -> TensorRanks:
+        """How so many ranks share matrices."""
+        return TensorRanks(size, self.tensor_parallel_plan, self.sequence_parallel)
 
     def layout_request(
         self, num_ranks: int, num_microbatches: int, device_type: str, flops_per_byte: float = 0.0

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing, policy_of, recomputation_of
 from lightning_pp.planning.step_plans import StepPlanCache
+from lightning_pp.planning.tensor_parts import Again, Call, OnParts, Step, TensorRanks, arguments_noted, cut_on_parts
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.schedule import Placement
 from lightning_pp.split.cut.partition import Partition, partition_units
@@ -77,6 +80,7 @@ class SplitModel:
         recomputation: Which units are run again in backward; None for none.
         refinement: Which blocks are cut inside, and why; None for none.
         tensor: This rank's units, to be cut over the tensor axis; None without one.
+        on_parts: The step as a tensor rank computes it; None without such, or where it cannot be recorded.
     """
 
     module: nn.Module
@@ -92,6 +96,12 @@ class SplitModel:
     recomputation: Recomputation | None = None
     refinement: Refinement | None = None
     tensor: TensorParallelUnits | None = None
+    on_parts: OnParts | None = None
+
+    @property
+    def counted(self) -> SplitModel | OnParts:
+        """The step as one rank computes it, by which costs and memory are counted."""
+        return self.on_parts or self
 
     @property
     def tensor_parts(self) -> dict[str, TensorPart]:
@@ -117,7 +127,7 @@ class SplitModel:
 
     def parameter_sizes(self) -> tuple[ParameterSize, ...]:
         """Sizes and places of all parameters, as :func:`~estimate_memory` takes them."""
-        return parameter_sizes(self.fake_parameters, self.units, self.owners, self.direct)
+        return parameter_sizes(self.counted.fake_parameters, self.units, self.owners, self.direct)
 
     def units_of(self, rank: int) -> dict[str, nn.Module]:
         """The units on ``rank``'s stages."""
@@ -138,6 +148,10 @@ class RecordedModel:
         whole: The same with its head in one piece, where it is cut here and may be left whole.
         about_head: Why its head is not cut, a sentence; empty where that was not to be.
         refinement: Which blocks are to be cut inside, and why; None for none.
+        calls: What units are called with, without data; noted where there may be tensor ranks.
+        again: Records the step once more, given what to make of it and other fakes.
+        on_parts: The step as a tensor rank computes it; None without such, or where it cannot be recorded.
+        not_on_parts: Why it cannot be recorded so.
     """
 
     module: nn.Module
@@ -148,6 +162,15 @@ class RecordedModel:
     whole: RecordedModel | None = None
     about_head: str = ""
     refinement: Refinement | None = None
+    calls: Sequence[Call] = ()
+    again: Again | None = None
+    on_parts: OnParts | None = None
+    not_on_parts: Exception | None = None
+
+    @property
+    def counted(self) -> RecordedModel | OnParts:
+        """The step as one rank computes it, by which costs and memory are counted."""
+        return self.on_parts or self
 
     @property
     def num_head_parts(self) -> int:
@@ -171,6 +194,7 @@ class RecordingOptions:
             parameters; see :func:`~lightning_pp.split.record.unfinished.with_units_not_reached`.
         split_head: In how many parts to cut a last projection with a cross entropy after it.
         refined: Names of units in whose place their children are units.
+        tensor: Which ranks share matrices; None: none, now or later.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -178,6 +202,7 @@ class RecordingOptions:
     may_fail: bool = False
     split_head: SplitHead = False
     refined: Collection[str] = ()
+    tensor: TensorRanks | None = None
 
 
 RECORDED_PLAINLY = RecordingOptions()
@@ -212,37 +237,89 @@ def record_model(
     materialize_buffers(module, device)
     fake_parameters = FakeParameters(module, device)
     fake_parameters.set_compute_dtype(how.compute_dtype)
-    unnamed = Recomputation((), policy_of(how.activation_checkpointing))
-
-    def recorded(units: Mapping[str, nn.Module]) -> StepRecord:
-        plans = StepPlanCache(module, units, fake_parameters, unnamed)
-        record = plans.record(step, with_gradients=with_gradients, may_fail=how.may_fail)
-        if record.failure is None:
-            return record
-        return with_units_not_reached(record, _num_parameters(units), _outside_units(fake_parameters, units))
-
+    recorder = _Recorder(fake_parameters, step, with_gradients, how)
     units = with_refined(discover_units(module, patterns), how.refined)
-    units, record = _recorded(module, units, fake_parameters, recorded, patterns, num_stages)
+    units, record = _recorded(module, units, fake_parameters, recorder.record, patterns, num_stages)
     # nobody casts those used outside for their unit, and it runs with them as they are
     uncast = record.parameters_used_outside() | record.weights_of_float32_norms
     if how.compute_dtype is not None and uncast:
         fake_parameters.set_compute_dtype(how.compute_dtype, uncast)
-        record = recorded(units)
-
-    def of(units: Mapping[str, nn.Module], record: StepRecord, whole: RecordedModel | None = None) -> RecordedModel:
-        recomputation = recomputation_of(how.activation_checkpointing, module, units, record)
-        record.recomputed_units = frozenset() if recomputation is None else recomputation.units
-        return RecordedModel(module, units, fake_parameters, record, recomputation, whole)
-
-    recording = of(units, record)
+        record = recorder.record(units)
+    recording = recorder.of(units, record)
     head = head_to_split(units, record, recording.num_parameters, how.split_head, num_stages)
     if head is None:
         return recording
     units = with_parts(units, *head)
-    record = recorded(units)
+    record = recorder.record(units)
     if record.split_head is None:
         return replace(recording, about_head=about_whole_head(head[0], record.whole_head))
-    return of(units, record, whole=recording if how.split_head == "auto" else None)
+    return recorder.of(units, record, whole=recording if how.split_head == "auto" else None)
+
+
+@dataclass(frozen=True)
+class _Recorder:
+    """Records the step of :func:`record_model` with one set of units or another."""
+
+    fake_parameters: FakeParameters
+    step: Step
+    with_gradients: bool
+    how: RecordingOptions
+    calls: list[Call] = field(default_factory=list)  # of the last recording, for tensor ranks
+
+    def record(self, units: Mapping[str, nn.Module]) -> StepRecord:
+        """A dry run with whole units."""
+        with arguments_noted({} if self.how.tensor is None else units, self.calls):
+            record = self._plans(units, self.fake_parameters).record(
+                self.step, with_gradients=self.with_gradients, may_fail=self.how.may_fail
+            )
+        if record.failure is None:
+            return record
+        return with_units_not_reached(record, _num_parameters(units), _outside_units(self.fake_parameters, units))
+
+    def of(
+        self, units: Mapping[str, nn.Module], record: StepRecord, whole: RecordedModel | None = None
+    ) -> RecordedModel:
+        """The model with ``record``, the last one, and with the same on parts where there are tensor ranks."""
+        module, how = self.fake_parameters.module, self.how
+        recomputation = recomputation_of(how.activation_checkpointing, module, units, record)
+        record.recomputed_units = frozenset() if recomputation is None else recomputation.units
+        recording = RecordedModel(module, units, self.fake_parameters, record, recomputation, whole)
+        if how.tensor is None:
+            return recording
+        calls, again = tuple(self.calls), partial(self._again, units)
+        return on_tensor_ranks(replace(recording, calls=calls, again=again), how.tensor)
+
+    def _again(
+        self, units: Mapping[str, nn.Module], changed: Callable[[Step], Step], fake_parameters: FakeParameters
+    ) -> StepRecord:
+        plans = self._plans(units, fake_parameters)
+        return plans.record(changed(self.step), with_gradients=self.with_gradients)
+
+    def _plans(self, units: Mapping[str, nn.Module], fake_parameters: FakeParameters) -> StepPlanCache:
+        unnamed = Recomputation((), policy_of(self.how.activation_checkpointing))
+        return StepPlanCache(fake_parameters.module, units, fake_parameters, unnamed)
+
+
+def on_tensor_ranks(recording: RecordedModel, ranks: TensorRanks) -> RecordedModel:
+    """``recording``, in which arguments are noted, with the same step on parts of matrices.
+
+    Raises:
+        ConfigurationError: The plan does not fit the model.
+    """
+    record, again = recording.record, recording.again
+    if ranks.size == 1 or again is None:
+        return recording
+    recording = replace(recording, again=None)  # which holds a batch
+    if record.failure is not None:
+        return recording
+    whole = None if recording.whole is None else on_tensor_ranks(recording.whole, ranks)
+    try:
+        on_parts = cut_on_parts(recording.units, recording.fake_parameters, record, recording.calls, ranks, again)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # of the user's code as well, which trains with parts only
+        return replace(recording, whole=whole, not_on_parts=error)
+    return replace(recording, whole=whole, on_parts=on_parts)
 
 
 def with_recomputation(recording: RecordedModel, activation_checkpointing: ActivationCheckpointing) -> RecordedModel:
@@ -258,8 +335,10 @@ def with_recomputation(recording: RecordedModel, activation_checkpointing: Activ
     recomputation = recomputation_of(activation_checkpointing, recording.module, recording.units, recording.record)
     units = frozenset[str]() if recomputation is None else frozenset(recomputation.units)
     whole = None if recording.whole is None else with_recomputation(recording.whole, activation_checkpointing)
-    record = replace(recording.record, recomputed_units=units)
-    return replace(recording, record=record, recomputation=recomputation, whole=whole)
+    record, on_parts = replace(recording.record, recomputed_units=units), recording.on_parts
+    if on_parts is not None:
+        on_parts = replace(on_parts, record=replace(on_parts.record, recomputed_units=units))
+    return replace(recording, record=record, recomputation=recomputation, whole=whole, on_parts=on_parts)
 
 
 def assign_stages(
@@ -310,6 +389,7 @@ def assign_stages(
         record,
         recording.recomputation,
         recording.refinement,
+        on_parts=recording.on_parts,
     )
 
 
@@ -352,7 +432,7 @@ def places_of(recording: RecordedModel, partition: Partition, updates: Updates =
 
 def parameter_sizes_of(recording: RecordedModel, places: Places) -> tuple[ParameterSize, ...]:
     """Sizes and places of all parameters, as :func:`~lightning_pp.split.memory.estimate.estimate_memory` takes them."""
-    return parameter_sizes(recording.fake_parameters, recording.units, places.owners, places.direct)
+    return parameter_sizes(recording.counted.fake_parameters, recording.units, places.owners, places.direct)
 
 
 def _colocate_averaged_copies(recording: RecordedModel, partition: Partition, updates: Updates) -> Partition:

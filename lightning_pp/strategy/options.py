@@ -23,7 +23,6 @@ from lightning_pp.schedule import StageCosts
 from lightning_pp.schedule.sharding import ShardingMode
 from lightning_pp.split.data.microbatch import BatchDim, SplitBatch
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
-from lightning_pp.tensor import Plan
 
 
 class CheckpointOptions(NamedTuple):
@@ -50,8 +49,6 @@ class RunOptions:
         checkpoints: What is said of checkpoints.
         deadlock_seconds: The run ends if all ranks have waited so long.
         preemption_seconds: How long a batch may take to begin, after a signal.
-        tensor_parallel_plan: Which matrices are cut over the tensor ranks.
-        sequence_parallel: Whether what lies between cut matrices of a unit is on parts of the sequence.
 
     Raises:
         ConfigurationError: A value is not of its kind.
@@ -62,8 +59,6 @@ class RunOptions:
     checkpoints: CheckpointOptions
     deadlock_seconds: float
     preemption_seconds: float
-    tensor_parallel_plan: Plan = "auto"
-    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         for name in ("deadlock_seconds", "preemption_seconds"):
@@ -260,10 +255,10 @@ class StrategyOptions(MeshStrategy):
         reactions = on_nonfinite, unequal_data, dynamic_step, batch_dim, auxiliary_losses
         batches = BatchOptions(num_microbatches, split_batch, check_first_batches, *reactions)
         cut = CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units), split_head)
-        self.options = PipelineOptions(order, batches, cut, shards, activation_checkpointing, device_memory_gib)
+        of_ranks = activation_checkpointing, device_memory_gib, tensor_parallel_plan, sequence_parallel
+        self.options = PipelineOptions(order, batches, cut, shards, *of_ranks)
         checkpoints = CheckpointOptions(save_distributed_checkpoint, async_checkpoint, initial_weights)
-        tensor = tensor_parallel_plan, sequence_parallel
-        self.run_options = RunOptions(compile, meta_init, checkpoints, deadlock_seconds, preemption_seconds, *tensor)
+        self.run_options = RunOptions(compile, meta_init, checkpoints, deadlock_seconds, preemption_seconds)
         self._begin()
 
     def _begin(self) -> None:

@@ -144,15 +144,19 @@ class PipelineSetup:
             split = assign_stages(
                 recording, placement=layout.placement, partition=layout.partition, updates=self._updates(step)
             )
-            recorded = self._recorded_step(step, microbatches[0], arguments)
-            again = partial(split.plans.record, recorded, with_gradients=step == "training_step")
             self._start_plans(split, step, microbatches[0], arguments)
-            tensor = self._ranks.all_or_none(lambda: tensor_parallel_units(split, self._given, again))
+            tensor = self._ranks.all_or_none(lambda: tensor_parallel_units(split, self._given, recording.calls))
+            if recording.not_on_parts is not None and self._device_memory is not None:
+                rank_zero_warn(
+                    "device_memory_gib counts whole matrices, since the step cannot be recorded on parts of them: "
+                    f"{recording.not_on_parts}"
+                )
             if self.device.type in LOADING_DEVICES and step == "training_step":
                 with (
                     LongTask("The first run of each distinct unit", rank_zero_info),
                     self._cutter.noted(batch, len(microbatches)),
                 ):
+                    recorded = self._recorded_step(step, microbatches[0], arguments)
                     run_each_once(recording, split.units_of(self._given.rank), recorded, self.device)
         for text in filter(None, dict.fromkeys((recording.about_head, layout.about_head))):
             rank_zero_info(text)
@@ -264,6 +268,7 @@ class PipelineSetup:
         """A dry run of ``step`` on the first microbatch, with units for ``num_stages``; ``refined`` in parts."""
         trains = step == "training_step"
         split_head = self._options.split_head if num_head_parts is None else num_head_parts or False
+        size = self._given.sizes.tensor
         recorded = self._recorded_step(step, microbatches[0], arguments)
         with self._cutter.noted(batch, len(microbatches)):
             recording = record_model(
@@ -279,6 +284,7 @@ class PipelineSetup:
                     may_fail=True,
                     split_head=split_head if trains else False,
                     refined={*refined, *self._options.refined_units(self.module)},
+                    tensor=None if size == 1 else self._options.tensor_ranks(size),
                 ),
             )
         if self._recomputed:

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.planning.pipeline_options import PipelineOptions
-from lightning_pp.tensor import Plan
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,6 @@ class Surroundings:
         compile_options: Keyword arguments for ``torch.compile`` of each unit; None to leave units as they are.
         communicators_bytes: What the communicators of collectives have taken of a device. Those of channels between
             neighbours are opened, and added, where there is a limit of memory.
-        tensor_parallel_plan: Which parameters are cut over the tensor ranks.
-        sequence_parallel: Whether what lies between them in a unit is on parts of the sequence.
     """
 
     module: pl.LightningModule
@@ -47,8 +44,6 @@ class Surroundings:
     timeout: timedelta | None
     compile_options: Mapping[str, Any] | None = None
     communicators_bytes: int = 0
-    tensor_parallel_plan: Plan = "auto"
-    sequence_parallel: bool = False
 
     @property
     def rank(self) -> int:

@@ -8,12 +8,13 @@ What each does in forward, and in backward:
 * :func:`gathered`: parts are joined; each rank takes its part, of the sum over the ranks or of what all have;
 * :func:`taken_part`: each rank takes its part; parts are joined.
 
-Tensors without data (fakes and meta tensors) are not communicated: a function only has the right shape then.
+Tensors without data (fakes and meta tensors) are not communicated: a function only has the right shape then. It tells
+a :class:`PlannedGroup` what it would communicate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,36 @@ from torch import Tensor
 
 from lightning_pp.split._torch_private import FakeTensor
 from lightning_pp.tensor.parts import TensorPart, joined, part_of, pieces_of
+
+
+class PlannedGroup:
+    """Stands for a group of processes that there are not yet, of which this is the first.
+
+    Args:
+        size: Its number of ranks.
+
+    Attributes:
+        tell: Called for each communication with the bytes of the whole tensor, and how often these go round in forward
+            and in backward: twice for a sum, once for what is joined or scattered.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.tell: Callable[[int, int, int], None] = lambda num_bytes, forward, backward: None
+
+    def size(self) -> int:
+        """Its number of ranks."""
+        return self._size
+
+    def rank(self) -> int:
+        """The place of this rank in it."""
+        return 0
+
+
+def _tell(group: Any, tensor: Tensor, forward: int, backward: int, times: int = 1) -> None:
+    if isinstance(group, PlannedGroup):
+        needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
+        group.tell(times * tensor.numel() * tensor.element_size(), forward, backward if needs_gradient else 0)
 
 
 def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -137,12 +168,14 @@ def copy_to_region(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``whole``, for use in code that computes a part on each rank."""
     if not (torch.is_grad_enabled() and whole.requires_grad):
         return whole
+    _tell(group, whole, 0, 2)
     copied: Tensor = CopyToRegion.apply(whole, group)  # type: ignore[no-untyped-call]
     return copied
 
 
 def sum_of_region(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks of ``group`` of what each has computed."""
+    _tell(group, partial, 2, 0)
     if isinstance(partial, FakeTensor) or partial.is_meta:
         return partial
     total: Tensor = SumOfRegion.apply(partial, group)  # type: ignore[no-untyped-call]
@@ -151,6 +184,7 @@ def sum_of_region(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def scattered_sum(partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part, in ``dim``, of the sum over the ranks of ``group``."""
+    _tell(group, partial, 1, 1)
     part: Tensor = ScatteredSum.apply(partial, dim, group)  # type: ignore[no-untyped-call]
     return part
 
@@ -165,11 +199,13 @@ def gathered(part: Tensor, dim: int, segments: Sequence[int], group: dist.Proces
         group: The ranks.
         sums: Whether each rank's gradient is a part of a sum, as of what is multiplied by a rank's own columns.
     """
+    _tell(group, part, 1, int(sums), group.size())
     whole: Tensor = Gathered.apply(part, dim, segments, group, sums)  # type: ignore[no-untyped-call]
     return whole
 
 
 def taken_part(whole: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """This rank's part of a whole tensor."""
+    _tell(group, whole, 0, 1)
     part: Tensor = TakenPart.apply(whole, dim, segments, group)  # type: ignore[no-untyped-call]
     return part

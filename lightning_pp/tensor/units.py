@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +140,23 @@ class TensorParallelUnits:
         if name in self._planned:
             self._cut(name, self._units[name], *self._planned.pop(name))
 
+    @contextmanager
+    def running_on_parts(self) -> Iterator[None]:
+        """Within, units run on parts where their parameters have the shapes of parts, as fakes in a dry run have.
+
+        That is after :meth:`plan`; nothing is cut.
+        """
+        held = [(unit, vars(unit).get("forward")) for unit in map(self._units.__getitem__, self._planned)]
+        try:
+            for name, planned in self._planned.items():
+                vars(self._units[name])["forward"] = self._forward(name, *planned)
+            yield
+        finally:
+            for unit, forward in held:
+                vars(unit).pop("forward", None)
+                if forward is not None:
+                    vars(unit)["forward"] = forward
+
     def release(self) -> None:
         """Has units run as ever, once they have whole parameters again."""
         for forward in self._forwards:
@@ -212,29 +230,32 @@ class TensorParallelUnits:
 
     def _cut(self, name: str, unit: nn.Module, found: Found, patterns: dict[str, str]) -> None:
         prefix = f"{name}." if name else ""
-        slots, replaced = [], {}
-        for key, (dim, segments) in found.items():
+        forward, replaced = self._forward(name, found, patterns), {}
+        for key in found:
             whole = unit.get_parameter(key)
-            part = self.parts[prefix + key]
-            local = whole  # cut with another unit, to which this one is tied
-            if whole.shape == part.shape:
-                local = nn.Parameter(part_of(whole.detach(), part), whole.requires_grad)
+            if whole.shape == self.parts[prefix + key].shape:  # else cut with another unit, to which this one is tied
+                local = nn.Parameter(part_of(whole.detach(), self.parts[prefix + key]), whole.requires_grad)
                 vars(local).update(vars(whole))
                 replaced[whole] = local
-            parent, _, attribute = key.rpartition(".")
-            patterns.setdefault(key, patterns.get(f"{key.removesuffix('bias')}weight", "auto"))
-            cut = Cut(dim, segments, frozenset([key]))
-            slots.append(_Slot(unit.get_submodule(parent), attribute, key, cut, local.shape))
         for owner in self._module.modules():  # a tied unit of another rank has the parameter as well
             for attribute, parameter in parameters_of(owner).items():
                 if parameter in replaced:
                     setattr(owner, attribute, replaced[parameter])
+        vars(unit)["forward"] = forward
+        self._forwards.append(forward)
+
+    def _forward(self, name: str, found: Found, patterns: dict[str, str]) -> _CutForward:
+        unit, prefix, slots = self._units[name], f"{name}." if name else "", []
         parts = {key: self.parts[prefix + key] for key in found}
+        for key, (dim, segments) in found.items():
+            parent, _, attribute = key.rpartition(".")
+            patterns.setdefault(key, patterns.get(f"{key.removesuffix('bias')}weight", "auto"))
+            cut = Cut(dim, segments, frozenset([key]))
+            slots.append(_Slot(unit.get_submodule(parent), attribute, key, cut, parts[key].local_shape))
         region = Region(self._group, RULES, self._sequence_parallel)
         forward = _CutForward(name, unit, slots, parts, region, patterns, name == self._head)
         forward.defers = self.defers_logits and name == self._head
-        vars(unit)["forward"] = forward
-        self._forwards.append(forward)
+        return forward
 
 
 class _CutForward:

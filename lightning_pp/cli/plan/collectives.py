@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 
 from lightning_pp.distributed.sizes import ParallelSizes
-from lightning_pp.planning.hardware.links import Links, LinkSpeed
+from lightning_pp.planning.hardware.links import Links
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Action, ActionKind, Schedule, ShardedProgram, Sharding, StageCosts, insert_sharding
@@ -43,7 +43,8 @@ class Collectives:
         """
         state, num_stages = model.state, split.placement.num_stages
         parameters = split.parameter_sizes()
-        among_shards, among_all = _link(links, state.num_shards), _link(links, sizes.data_parallel)
+        among_shards = links.of_neighbours(state.num_shards * sizes.tensor)
+        among_all = links.of_neighbours(sizes.data_parallel * sizes.tensor)
         gather, scatter, copies = [0.0] * num_stages, [0.0] * num_stages, [0.0] * num_stages
         num_bytes: dict[str, int] = {}
         for parameter in parameters:
@@ -123,12 +124,6 @@ def _gathered_bytes(parameter: ParameterSize, state: StateSizes) -> int:
         return 0
     dtype = state.dtypes.compute if state.dtypes.compute and parameter.dtype.is_floating_point else parameter.dtype
     return parameter.num_elements_held(state.num_shards) * state.num_shards * dtype.itemsize
-
-
-def _link(links: Links, size: int) -> LinkSpeed:
-    """The slowest link of groups of ``size`` neighbours."""
-    per_node = links.ranks_per_node
-    return links.inside if per_node is None or per_node % size == 0 else links.between
 
 
 def _reduced_bytes(parameter: ParameterSize, state: StateSizes, num_replicas: int) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from lightning_pp.planning.hardware.links import Links, Message, transfer_times
 from lightning_pp.planning.model_cutter import Cut
 from lightning_pp.planning.plan_summary import CrossingSummary
 from lightning_pp.planning.schedules.given_costs import given_costs
+from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.planning.unit_times.measure import UnitTimes
 from lightning_pp.schedule import Placement, StageCosts
 from lightning_pp.schedule.simulation.costs import PerStage
@@ -148,7 +149,7 @@ class Costs:
         self.unit_times = unit_times
         given = None if unit_times is not None else given_costs(path)
         # of units alone nothing but the cuts' own costs is used
-        self._are_alone = unit_times is not None or (given is not None and given.are_alone)
+        self.are_alone = unit_times is not None or (given is not None and given.are_alone)
         self._measured = None if given is None or given.are_alone else given.stages
         self._scale: tuple[float, str] | None = None
         self._calibrated: Mapping[str, UnitCost] | None = None
@@ -161,7 +162,7 @@ class Costs:
     @property
     def links(self) -> Links | None:
         """What messages take; None where times are relative, and these are free."""
-        is_relative = self._measured is None and not self._are_alone and self._speed.flops_per_s is None
+        is_relative = self._measured is None and not self.are_alone and self._speed.flops_per_s is None
         return None if is_relative else self._speed.links
 
     @property
@@ -170,7 +171,7 @@ class Costs:
         transfers = about_links(self._speed.links)
         if self.unit_times is not None:
             return f"measured: {self.unit_times.about}, {transfers}"
-        if self._are_alone:
+        if self.are_alone:
             return f"measured on units alone, {self._path}, {transfers}"
         if self._measured is not None:
             return f"measured, {self._path}"
@@ -188,7 +189,7 @@ class Costs:
         Raises:
             UserError: The file has costs for another number of stages, or of other units that ran alone.
         """
-        if self._are_alone and not cut.is_measured:
+        if self.are_alone and not cut.is_measured:
             raise UserError(
                 f"costs={self._path} has times of units that ran alone, but not of all units of this model. Measure "
                 "again with lightning-pp-plan --measure"
@@ -236,23 +237,31 @@ class Costs:
         if self._measured is not None:
             p2p, p2p_back = self._measured_transfers(split.placement)
             return replace(costs, p2p=p2p, p2p_back=p2p_back)
-        if self._are_alone:
+        if self.are_alone:
             if not cut.is_measured:
                 raise ConfigurationError("this cut has other units than those that ran alone")
-            return self._with_transfers(costs, split.placement, crossings)
+            return self._with_messages(costs, split, crossings)
         if self._speed.flops_per_s is None:
             if self._scale is None:
                 largest = max(costs.per_stage(split.placement.num_stages).forward)
                 self._scale = next(prefix for prefix in _PREFIXES if largest >= prefix[0] or prefix[0] == 1.0)
             return scaled(costs, 1 / self._scale[0])
-        return self._with_transfers(scaled(costs, 1e3 / self._speed.flops_per_s), split.placement, crossings)
+        return self._with_messages(scaled(costs, 1e3 / self._speed.flops_per_s), split, crossings)
 
-    def _with_transfers(
-        self, costs: StageCosts, placement: Placement, crossings: Sequence[CrossingSummary]
-    ) -> StageCosts:
+    def _with_messages(self, costs: StageCosts, split: SplitModel, crossings: Sequence[CrossingSummary]) -> StageCosts:
+        """``costs`` with what goes between stages, and in F and I what units wait for among tensor ranks."""
         messages = [Message(one.source, one.target, one.forward_bytes, one.gradient_bytes) for one in crossings]
-        p2p, p2p_back = transfer_times(messages, placement, self._speed.links)
-        return replace(costs, p2p=p2p, p2p_back=p2p_back)
+        p2p, p2p_back = transfer_times(messages, split.placement, self._speed.links)
+        costs, on_parts = replace(costs, p2p=p2p, p2p_back=p2p_back), split.on_parts
+        if on_parts is None:
+            return costs
+        resolved, link = costs.per_stage(split.placement.num_stages), self._speed.links.of_neighbours(on_parts.size)
+        forward, backward_input = list(resolved.forward), list(resolved.backward_input)
+        for unit, stage in split.partition.stage_of_unit.items():
+            in_forward, in_backward = on_parts.traffic_of(unit)
+            forward[stage] += link.ms(in_forward.num_bytes, in_forward.number)
+            backward_input[stage] += link.ms(in_backward.num_bytes, in_backward.number)
+        return replace(costs, forward=forward, backward_input=backward_input)
 
     def _units(self, cut: Cut) -> Mapping[str, UnitCost]:
         """Costs of units, in FLOPs or, where they are measured, in milliseconds."""
@@ -261,7 +270,8 @@ class Costs:
         split = cut.split
         if cut.is_measured or self._speed.flops_per_byte == self._speed.flops_per_byte_of_cuts:
             return split.partition.unit_costs
-        units = estimate_unit_costs(split.record, split.num_parameters, self._speed.flops_per_byte)
+        counted = split.counted
+        units = estimate_unit_costs(counted.record, counted.num_parameters, self._speed.flops_per_byte)
         return weighted(units, self._wishes.unit_weights or {})
 
     def _measured_transfers(self, placement: Placement) -> tuple[PerStage, PerStage]:

@@ -68,6 +68,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "num_microbatches": plan.cutter.num_microbatches,
         "num_devices": plan.num_devices,
         "num_ranks": plan.cutter.sizes.pipeline,
+        "num_tensor_ranks": plan.cutter.sizes.tensor,
         "time_unit": plan.costs.unit,
         "costs_from": plan.costs.about,
         "assumptions": list(plan.assumptions),

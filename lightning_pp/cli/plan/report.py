@@ -20,6 +20,7 @@ from lightning_pp.cli.report import summarise_units
 from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.planning.plan_summary import CrossingSummary, CutSummary, StageSummary, UnitSummary, summarize_cut
 from lightning_pp.planning.stage_model import SplitModel
+from lightning_pp.planning.tensor_parts import OnParts
 from lightning_pp.split.cut.partition import inseparable_groups, why_inseparable
 from lightning_pp.split.cut.wide_cuts import ADVICE
 from lightning_pp.split.data.tree import tensors_of
@@ -78,6 +79,9 @@ def print_plan(console: Console, plan: Plan) -> None:
     """Prints everything."""
     shown = plan.shown
     print_stages(console, plan.cutter, shown.cut.summary, f"cut for {shown.name}")
+    if (on_parts := shown.cut.split.on_parts) is not None:
+        console.print(Text(tensor_text(plan, on_parts)), soft_wrap=True)
+        console.print()
     if shown.cut.about_head:
         console.print(Text(shown.cut.about_head), soft_wrap=True)
         console.print()
@@ -107,6 +111,17 @@ def collectives_text(plan: Plan) -> str:
         f"With the gathers and reductions of {sizes.data_parallel} data-parallel ranks (sharding={mode}), a step in a "
         f"row of {plan.shown.name} takes {numbers.milliseconds(plan.time_with_collectives)} {plan.costs.unit} instead "
         f"of {numbers.milliseconds(plan.shown.time_in_a_row)}."
+    )
+
+
+def tensor_text(plan: Plan, on_parts: OnParts) -> str:
+    """Which ranks share matrices, and what stays whole."""
+    links, size = plan.costs.links, on_parts.size
+    where = "" if links is None or links.of_neighbours(size) == links.inside else ", on several nodes"
+    return (
+        f"tensor_parallel_size={size}: neighbouring global ranks share the matrices of a stage (0 to {size - 1}, "
+        f"{size} to {2 * size - 1}, ...{where}), since the tensor axis is the innermost. Memory and times are those of "
+        f"one of them. {on_parts.about}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -141,8 +142,6 @@ def request_of(config: DictConfig) -> Request:
     strategy = build(_with_costs(config.strategy, costs))
     if not isinstance(strategy, PipelineParallelStrategy):
         raise UserError(f"strategy={strategy} is not a pipeline, so there is nothing to plan. Use strategy=pipeline")
-    if config.strategy.get("tensor_parallel_size", 1) != 1:
-        raise UserError("strategy.tensor_parallel_size is not planned for. Set it to 1, and devices to 1/size of them")
     num_devices, about = _num_devices(config)
     strategy.num_nodes = 1
     strategy.parallel_devices = [torch.device("cpu")] * num_devices
@@ -178,9 +177,9 @@ def _num_devices(config: DictConfig) -> tuple[int, str]:
     if not wants_all:
         return num_processes_wanted(config.trainer), ""
     pipeline = config.strategy.get("pipeline_parallel_size", "auto")
-    replicas = config.strategy.get("data_parallel_size", "auto")
+    replicas, tensor = config.strategy.get("data_parallel_size", "auto"), config.strategy.get("tensor_parallel_size", 1)
     num_here = torch.cuda.device_count() if config.trainer.accelerator != "cpu" else 0
-    least = (pipeline if isinstance(pipeline, int) else 1) * (replicas if isinstance(replicas, int) else 1)
+    least = math.prod(size for size in (pipeline, replicas, tensor) if isinstance(size, int))
     if num_here and num_here * config.trainer.num_nodes % least == 0:
         return num_here * int(config.trainer.num_nodes), ""
     if pipeline == "auto":
@@ -196,6 +195,11 @@ def _look(request: Request, cutter: ModelCutter, console: Console, tell: Callabl
     config, options = request.config, request.strategy.options
     times = cutter.measure_units(config.measure_seconds, tell) if config.measure and not config.check else None
     costs = Costs(request.speed, request.costs, options.cut, times)
+    if costs.are_alone and cutter.sizes.tensor > 1:
+        raise UserError(
+            f"strategy.tensor_parallel_size={cutter.sizes.tensor} cuts matrices of units, but units that run alone are "
+            "whole. Leave out measure= and costs=, and times are estimated"
+        )
     limit_gib = config.device_memory_gib if config.device_memory_gib is not None else options.device_memory_gib
     limit = None if limit_gib is None else limit_gib * _GIB
     cut = cutter.split(cutter.placement())

@@ -32,22 +32,27 @@ class LinkSpeed:
     bytes_per_s: float
     latency_ms: float
 
-    def ms(self, num_bytes: float) -> float:
-        """Milliseconds from the end of an action to the moment its result is there; nothing for nothing."""
-        return self.latency_ms + 1e3 * num_bytes / self.bytes_per_s if num_bytes else 0.0
+    def ms(self, num_bytes: float, number: int = 1) -> float:
+        """Milliseconds from the end of an action to the moment its result is there; nothing for nothing.
+
+        Args:
+            num_bytes: Of all messages.
+            number: Messages, one after the other.
+        """
+        return number * self.latency_ms + 1e3 * num_bytes / self.bytes_per_s if num_bytes else 0.0
 
 
 @dataclass(frozen=True)
 class Links:
     """How the ranks of pipelines are joined.
 
-    Ranks are numbered as in training: the replicas of one pipeline rank follow each other.
+    Ranks are numbered as in training: those of one pipeline rank follow each other, replica by replica.
 
     Attributes:
         inside: Between two ranks of a node.
         between: Between two nodes.
         ranks_per_node: Ranks of each node; None: all ranks are on one.
-        num_replicas: Pipelines beside each other.
+        num_replicas: Pipelines beside each other, each with as many of them as ranks that share matrices.
     """
 
     inside: LinkSpeed
@@ -68,6 +73,10 @@ class Links:
     def of(self, first: int, second: int) -> LinkSpeed:
         """The link between two pipeline ranks."""
         return self.between if self.cross_nodes(first, second) else self.inside
+
+    def of_neighbours(self, number: int) -> LinkSpeed:
+        """The slowest link of groups that lie within runs of so many ranks."""
+        return self.inside if self.ranks_per_node is None or self.ranks_per_node % number == 0 else self.between
 
 
 class Message(NamedTuple):

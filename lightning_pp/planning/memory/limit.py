@@ -90,7 +90,7 @@ class DeviceMemory:
         """What stages and ranks hold."""
         places = places_of(self._recording, partition, self._updates)
         sizes = parameter_sizes_of(self._recording, places)
-        return self.model.estimate(self._recording.record, places.partition, placement, sizes, schedule)
+        return self.model.estimate(self._recording.counted.record, places.partition, placement, sizes, schedule)
 
     def needs(self, partition: Partition, placement: Placement, schedule: Schedule | None) -> list[Need]:
         """What each rank holds under ``schedule``; None: at the least, with one microbatch at a time."""
@@ -119,7 +119,8 @@ class DeviceMemory:
         """
         model = replace(self.model.with_optimizer(optimizer), trains=True)
         if model != self.model:
-            estimate = model.estimate(split.record, split.partition, split.placement, split.parameter_sizes(), schedule)
+            sizes, record = split.parameter_sizes(), split.counted.record
+            estimate = model.estimate(record, split.partition, split.placement, sizes, schedule)
             what = f"training with {type(optimizer).__name__}, for which the model was not cut,"
             self._check(self._needs(estimate, split.placement), split.partition, split.placement, schedule, what)
 

@@ -35,7 +35,7 @@ class Cuts:
     Attributes:
         partition: Which stage each unit is on.
         costs: Measured costs of its units, in milliseconds, if any.
-        step_ms: The estimated time of a step, by which candidates are compared.
+        step_ms: The estimated time of a step, by which candidates are compared; 0 where there is one.
         about_head: How a head in parts compares with a whole one, a sentence; empty where that was no question.
         refinement: Which blocks are cut inside, and why; None for none.
     """
@@ -128,7 +128,7 @@ class CutChoice:
             return None, error
 
     def _layout(self, recording: RecordedModel, cuts: Cuts, placement: Placement) -> Layout:
-        layout = layout_of(recording.record, (cuts.partition, cuts.costs), self._request(recording), placement)
+        layout = layout_of(recording.counted.record, (cuts.partition, cuts.costs), self._request(recording), placement)
         return replace(layout, about_head=cuts.about_head)
 
     def _whole_blocks(self, placement: Placement) -> tuple[RecordedModel, Cuts]:
@@ -244,9 +244,10 @@ class CutChoice:
         """The best cuts of ``recording``, and the time of a step with them; found once."""
         key = id(recording), placement
         if key not in self._made:
-            request = self._request(recording)
-            partition, costs = choose_cuts(recording.record, recording.num_parameters, request, placement)
-            step_ms = _time_of_step(recording, partition, request, placement)
+            request, counted = self._request(recording), recording.counted
+            partition, costs = choose_cuts(counted.record, counted.num_parameters, request, placement)
+            compares = self._record is not None or len(self._heads) > 1
+            step_ms = _time_of_step(recording, partition, request, placement) if compares else 0.0
             self._made[key] = recording, Cuts(partition, costs, step_ms, recording.about_head)
         return self._made[key][1]
 
@@ -265,7 +266,7 @@ def _time_of_step(
         return 0.0  # it ends before there is anything to compare
     else:
         times = estimated_times(
-            recording.record,
+            recording.counted.record,
             partition,
             assumed_speed(request.device_type),
             speeds,
@@ -306,7 +307,8 @@ def _worth_trying(recording: RecordedModel, slowest: float, placement: Placement
     if is_given or placement.num_ranks == 1 or recording.record.failure is not None:
         return []
     try:
-        costs = estimate_unit_costs(recording.record, recording.num_parameters, cut.flops_per_byte)
+        counted = recording.counted
+        costs = estimate_unit_costs(counted.record, counted.num_parameters, cut.flops_per_byte)
         units = weighted(costs, cut.unit_weights or {})
     except ConfigurationError:  # a weight for a head that is in parts here, or whole
         return []

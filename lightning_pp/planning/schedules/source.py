@@ -376,7 +376,7 @@ def schedule_source(
     return source
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)  # a search of plans comes back to each with other tensor sizes
 def _built_once(source: Named, placement: Placement, num_microbatches: int) -> Schedule:
     """The program of ``source`` before costs are known."""
     return source.program(placement, num_microbatches)

@@ -172,9 +172,9 @@ class CostExchange:
         costs = StageCosts(
             forward, backward_input, backward_weight, p2p, gather=gathers, reduce=reductions, p2p_back=p2p_back
         )
-        by_dry_run = held_gib(
-            plan.record, self._split.partition, self._split.placement, whole_batch_loss=self._whole_batch_loss
-        )[0]
+        split = self._split  # tensor ranks keep of any batch about what they keep of the first
+        record = plan.record if split.on_parts is None else split.on_parts.record
+        by_dry_run = held_gib(record, split.partition, split.placement, whole_batch_loss=self._whole_batch_loss)[0]
         held = self._groups.gather(by_dry_run if text == signature else None, "what it holds")
         after_forward = next(found for found in held if found is not None)
         return Measured(
@@ -222,6 +222,6 @@ class CostExchange:
         if self._data_parallel.size() == 1:
             return 0.0, 0.0
         partition = self._split.partition
-        num_parameters = sum(self._split.num_parameters[unit] for unit in partition.units_of_stage(stage))
+        num_parameters = sum(self._split.counted.num_parameters[unit] for unit in partition.units_of_stage(stage))
         itemsize = next((p.dtype.itemsize for p in self._split.module.parameters()), 4)
         return measure_gather_and_reduce(num_parameters * itemsize, self._data_parallel.get_group(), self._device)

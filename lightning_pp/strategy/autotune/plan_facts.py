@@ -30,17 +30,16 @@ def plan_facts(split: SplitModel, options: PipelineOptions, memory: DeviceMemory
         memory: What a rank may hold altogether; None for no limit.
         device_type: Of the device that computes.
     """
-    record, partition, placement = split.record, split.partition, split.placement
-    flops = estimate_unit_costs(record, split.num_parameters)
+    record, num_parameters = split.counted.record, split.counted.num_parameters
+    partition, placement = split.partition, split.placement
+    flops = estimate_unit_costs(record, num_parameters)
     whole_batch_loss = options.schedule.whole_batch_loss
     after_forward, after_input = held_gib(record, partition, placement, whole_batch_loss=whole_batch_loss)
 
     def cut_again(units: Mapping[str, UnitCost], speeds: Sequence[float], program: Schedule) -> list[list[str]] | None:
         cut = replace(options.cut, split_points=None, unit_weights=None, rank_speeds=speeds)
         try:
-            found = best_partition(
-                record, split.num_parameters, placement, cut, costs=units, program=program, memory=memory
-            )
+            found = best_partition(record, num_parameters, placement, cut, costs=units, program=program, memory=memory)
         except (ConfigurationError, SplitError):
             return None
         return [_called(found.units_of_stage(stage), flops) for stage in range(found.num_stages)]
@@ -54,7 +53,7 @@ def plan_facts(split: SplitModel, options: PipelineOptions, memory: DeviceMemory
         cut_again=cut_again,
         names_schedule=not isinstance(options.schedule.source, FromFile),
         fixed_ms=assumed_speed(device_type).action_ms,
-        product_weights=product_weights(record, split.fake_parameters.names),
+        product_weights=product_weights(split.record, split.fake_parameters.names),
     )
 
 

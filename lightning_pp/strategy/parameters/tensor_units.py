@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
@@ -16,19 +14,17 @@ from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.meshes import tensor_mesh
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
+from lightning_pp.planning.tensor_parts import Call, head_and_tied
 from lightning_pp.sharding.shard_updates import is_elementwise
-from lightning_pp.split.data.tree import own_containers
-from lightning_pp.split.head.parts import HeadPart, is_head
+from lightning_pp.split.head.parts import HeadPart
 from lightning_pp.strategy.surroundings import Surroundings
-from lightning_pp.tensor import TensorParallelUnits, tied_along_vocabulary
+from lightning_pp.tensor import TensorParallelUnits
 
 
-def tensor_parallel_units(
-    split: SplitModel, given: Surroundings, record: Callable[[], Any]
-) -> TensorParallelUnits | None:
+def tensor_parallel_units(split: SplitModel, given: Surroundings, calls: Sequence[Call]) -> TensorParallelUnits | None:
     """The units of this rank with cuts for their parameters, which are still whole; None for one tensor rank.
 
-    Nothing of ``split`` is dropped yet, and ``record`` makes a dry run of the step.
+    Nothing of ``split`` is dropped yet, and ``calls`` are what its units were called with.
 
     Raises:
         ConfigurationError: The plan does not fit the model.
@@ -39,31 +35,27 @@ def tensor_parallel_units(
     units = {name: unit for name, unit in split.units_of(given.rank).items() if not isinstance(unit, HeadPart)}
     names = split.fake_parameters.names
     direct = {names[name] for name in split.direct}
-    calls = [call.unit for call in split.record.calls]
-    head = calls[-1] if calls and calls.count(calls[-1]) == 1 and is_head(split.units[calls[-1]]) else None
-    called = {split.units[name] for name in calls}
-    tied = tied_along_vocabulary(split.module, called, head, given.tensor_parallel_plan, axis.size()) - direct
+    head, tied = head_and_tied(split.record, split.module, split.units, given.options.tensor_parallel_plan, axis.size())
+    tied -= direct
     # tied to a unit of another rank, or used by the code between units
     shared = {names[name] for name in split.owners if len(split.ranks_of(name)) > 1}.difference(tied) | direct
+    options = given.options
     found = TensorParallelUnits(
-        split.module, units, given.tensor_parallel_plan, axis.get_group(), shared, given.sequence_parallel, tied, head
+        split.module,
+        units,
+        options.tensor_parallel_plan,
+        axis.get_group(),
+        shared,
+        options.sequence_parallel,
+        tied,
+        head,
     )
-    if head is not None and not given.options.schedule.whole_batch_loss:
+    if head is not None and not options.schedule.whole_batch_loss:
         is_recomputed = split.recomputation is not None and head in split.recomputation.units
         found.defers_logits = not (is_recomputed or split.record.calls[-1].leaves[0].edited_in_place)
-    seen: list[tuple[str, tuple[Any, Any]]] = []
-
-    def note(name: str, unit: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        seen.append((name, own_containers((args, kwargs))))
-
-    hooks = [u.register_forward_pre_hook(partial(note, name), with_kwargs=True) for name, u in units.items()]
-    try:
-        record()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for name, (args, kwargs) in seen:
-        found.observe(name, args, kwargs)
+    for name, (args, kwargs) in calls:
+        if name in units:
+            found.observe(name, args, kwargs)
     found.plan()
     return found
 

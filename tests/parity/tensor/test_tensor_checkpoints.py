@@ -149,11 +149,22 @@ def check_same(found: Any, expected: Any) -> None:
             assert tensor_difference(two[place], value) < 1e-9, place
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("byte_gpt", (1, 2)), ("tied_llama", (2, 2)), ("adapted_llama", (1, 2))])
-def test_a_file_has_what_one_device_saves(pool: WorkerPool, tmp_path: Path, name: str, sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes", "in_background"),
+    [("byte_gpt", (1, 2), True), ("tied_llama", (2, 2), False), ("adapted_llama", (1, 2), False)],
+)
+def test_a_file_has_what_one_device_saves(
+    pool: WorkerPool, tmp_path: Path, name: str, sizes: tuple[int, int], in_background: bool
+) -> None:
     losses, norms = fit(name, tmp_path / "one", None)
     for found, found_norms in pool.run(
-        fit, name, tmp_path / "several", sizes, world_size=sizes[0] * sizes[1], timeout=120
+        fit,
+        name,
+        tmp_path / "several",
+        sizes,
+        {"async_checkpoint": in_background},
+        world_size=sizes[0] * sizes[1],
+        timeout=120,
     ):
         assert max(abs(a - b) for a, b in zip(found, losses, strict=True)) < 1e-9
         for one, other in zip(found_norms, norms, strict=True):

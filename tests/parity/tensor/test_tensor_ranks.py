@@ -188,6 +188,8 @@ def test_sharded_models(pool: WorkerPool, model: str, layout: Layout) -> None:
 OPTIONS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "replicate": (Layout("1f1b", 1, 2, 2, tensor=2), {"sharding": "replicate"}),
     "full_shard": (Layout("zb_v", 1, 2, 2, tensor=2), {"sharding": "full_shard"}),
+    "hsdp": (Layout("zb_v", 1, 2, 2, tensor=2), {"sharding": "full_shard", "data_parallel_replicate_size": 2}),
+    "whole_batch_loss": (Layout("zb_h1", 2, 1, 2, tensor=2), {"whole_batch_loss": True}),
     "cpu_offload": (Layout("1f1b", 1, 1, 2, tensor=2), {"cpu_offload": True}),
     "activation_checkpointing": (Layout("zb_h1", 1, 1, 2, tensor=2), {"activation_checkpointing": True}),
     "plan": (
@@ -234,6 +236,60 @@ def test_sequence_parallel(pool: WorkerPool, model: str, layout: Layout) -> None
     # every sum over the ranks waits for all of them, which takes its time where they share few cores
     outcomes = pool.run(train_pipelined, settings, layout, options, world_size=layout.world_size, timeout=300)
     check_like_one_device(outcomes, settings, layout)
+
+
+class Overflows(L.Callback):
+    """In the second step one entry of a gradient overflows: of a matrix that is cut, on the last tensor rank."""
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, PipelineParallelStrategy) and strategy.engine is not None
+        before = [parameter.detach().clone() for parameter in module.parameters()]
+        if trainer.global_step == 1:
+            cut = strategy.engine.gradients.cut
+            assert cut
+            if strategy.tensor_parallel_rank == strategy.sizes.tensor - 1:
+                gradient = next(iter(cut.values())).grad
+                assert gradient is not None
+                gradient.view(-1)[0] = float("inf")
+        self.before, self.module = before, module
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        same = [torch.equal(a, b) for a, b in zip(self.before, module.parameters(), strict=True)]
+        self.skipped = [*getattr(self, "skipped", ()), all(same)]
+
+
+def train_with_overflow(mode: str, clip_val: float | None) -> list[bool]:
+    """Whether each batch left all parameters of this rank as they were."""
+    note, settings = Overflows(), Settings("gpt2_float64_loss", num_samples=24)
+    strategy = Layout("1f1b", 1, 1, 2, tensor=2).strategy(on_nonfinite=mode, sharding="replicate")
+    trainer = L.Trainer(
+        **QUIET,
+        devices=2,
+        strategy=strategy,
+        max_epochs=1,
+        precision="64-true",
+        use_distributed_sampler=False,
+        gradient_clip_val=clip_val,
+        callbacks=[note],
+        limit_val_batches=0,
+    )
+    trainer.fit(make_module(settings), ParityData(settings))
+    return note.skipped
+
+
+def test_an_overflow_in_one_part_skips_the_update_on_all(pool: WorkerPool) -> None:
+    for skipped in pool.run(train_with_overflow, "skip", None, timeout=120):
+        assert skipped == [False, True, False]
+
+
+def test_mixed_precision_is_that_of_one_device_to_its_rounding(pool: WorkerPool) -> None:
+    layout, settings = Layout("zb_h1", 1, 1, 2, tensor=2), Settings("gpt2", precision="bf16-mixed", max_epochs=1)
+    found = merged(pool.run(train_pipelined, settings, layout, timeout=120), layout)
+    expected = train(settings)
+    assert len(found.cut) >= 8
+    assert found.losses == pytest.approx(expected.losses, rel=5e-3)
+    assert found.val_losses == pytest.approx(expected.val_losses, rel=5e-3)
 
 
 def train_wrongly(plan: dict[str, str]) -> None:

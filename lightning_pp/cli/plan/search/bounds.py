@@ -53,9 +53,9 @@ class Blocks:
             costs: What stages cost, in milliseconds.
             wishes: What the user says of the cuts, and the device they are for.
         """
-        groups = inseparable_groups(recording.record)
+        groups, counted = inseparable_groups(recording.record), recording.counted
         one = Placement.interleaved(1)
-        estimated = estimate_unit_costs(recording.record, recording.num_parameters, wishes.flops_per_byte)
+        estimated = estimate_unit_costs(counted.record, counted.num_parameters, wishes.flops_per_byte)
         whole = partition_units(
             recording.record,
             placement=one,
@@ -69,7 +69,7 @@ class Blocks:
             if parameter.unit in block_of_unit:
                 parameters[block_of_unit[parameter.unit]].append(parameter)
         held = np.zeros(len(groups))
-        for unit, num_bytes in least_held(recording.record).items():
+        for unit, num_bytes in least_held(counted.record).items():
             held[block_of_unit[unit]] += num_bytes
         apart = Partition(len(groups), {**whole.stage_of_unit, **block_of_unit}, whole.unit_costs)
         cut = Cut(replace(split, partition=apart, placement=Placement.interleaved(1, len(groups))), is_measured=False)

@@ -187,7 +187,7 @@ class PlanSearch:
         cutter = self._cutter(layout, choice)
         model, sizes = self._memory_model(choice, layout.num_replicas), cutter.sizes
         counts = PlanMemory(model)
-        source, costs = cutter.options.schedule.source, self._costs(layout.num_replicas)
+        source, costs = cutter.options.schedule.source, self._costs(layout.num_replicas * layout.num_tensor_ranks)
         links = costs.links
         assert links is not None, "only milliseconds compare computation with communication"
         if like is None or self._options.device_memory_gib is not None or source.is_searched:
@@ -277,7 +277,7 @@ class PlanSearch:
         microbatches = [self._first(layout.microbatch_size)] * layout.num_microbatches
         recordings = [(layout.num_stages, self._recording(layout))]
         options = self.options_of(layout, choice)
-        sizes = ParallelSizes(layout.num_ranks, layout.num_replicas, choice.replicate_size)
+        sizes = ParallelSizes(layout.num_ranks, layout.num_replicas, choice.replicate_size, layout.num_tensor_ranks)
         return self._step.cutter(options, sizes, microbatches, recordings, refines=False)
 
     def options_of(self, layout: Layout, choice: ShardingChoice) -> PipelineOptions:
@@ -294,8 +294,8 @@ class PlanSearch:
             activation_checkpointing=layout.activation_checkpointing,
         )
 
-    def _costs_of(self, num_replicas: int) -> Costs:
-        links = replace(self._speed.links, num_replicas=num_replicas)
+    def _costs_of(self, ranks_of_stage: int) -> Costs:
+        links = replace(self._speed.links, num_replicas=ranks_of_stage)
         return Costs(replace(self._speed, links=links), None, self._options.cut)
 
     def _memory_model_of(self, choice: ShardingChoice, num_replicas: int) -> MemoryModel:
@@ -309,13 +309,14 @@ class PlanSearch:
 
     def _recording(self, layout: Layout) -> RecordedModel:
         has_policy = policy_of(layout.activation_checkpointing) is not None
-        recordings = self._recordings(layout.microbatch_size, has_policy)
+        recordings = self._recordings(layout.microbatch_size, has_policy, layout.num_tensor_ranks)
         return recordings.of(layout.num_stages, layout.activation_checkpointing)
 
-    def _recordings_of(self, num_samples: int, has_policy: bool) -> Recordings:
+    def _recordings_of(self, num_samples: int, has_policy: bool, num_tensor_ranks: int) -> Recordings:
         value = self._options.activation_checkpointing if has_policy else False
         options = replace(self._options, activation_checkpointing=value)
-        return Recordings(self._step, options, self._first(num_samples))
+        whole = None if num_tensor_ranks == 1 else self._recordings(num_samples, has_policy, 1)
+        return Recordings(self._step, options, self._first(num_samples), num_tensor_ranks, whole)
 
 
 def _bubble(layout: Layout) -> float:

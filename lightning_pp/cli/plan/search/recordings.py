@@ -24,12 +24,23 @@ class Recordings:
         step: The step.
         options: As configured; what is run again in backward counts for nothing, or must have a policy.
         microbatch: What the step is given.
+        num_tensor_ranks: Ranks that share matrices.
+        whole: For one tensor rank; None where this is.
     """
 
-    def __init__(self, step: FirstStep, options: PipelineOptions, microbatch: Microbatch) -> None:
+    def __init__(
+        self,
+        step: FirstStep,
+        options: PipelineOptions,
+        microbatch: Microbatch,
+        num_tensor_ranks: int,
+        whole: Recordings | None,
+    ) -> None:
         self._step = step
         self._options = options
         self._microbatch = microbatch
+        self._sizes = ParallelSizes(1, 1, tensor=num_tensor_ranks)
+        self._whole = whole
         self._most_units = most_units(step.module, options.cut.units)
         self._made: dict[tuple[int, int], RecordedModel] = {}
         self._for_stages: dict[int, RecordedModel] = {}
@@ -67,6 +78,12 @@ class Recordings:
         """The recording with the least stages that it serves, and with so many parts of its head."""
         if key not in self._made:
             options = replace(self._options, device_memory_gib=None)
-            cutter = self._step.cutter(options, ParallelSizes(1, 1), [self._microbatch])
-            self._made[key] = cutter.recording(num_stages)
-        return self._made[key]
+            cutter = self._step.cutter(options, self._sizes, [self._microbatch])
+            if self._whole is None:
+                self._made[key] = cutter.recording(num_stages)
+            else:
+                self._made[key] = cutter.on_tensor_ranks(self._whole._recorded(key, num_stages))
+        made = self._made[key]
+        if made.on_parts is not None and made.on_parts.num_parameters == made.num_parameters:
+            raise ConfigurationError(f"no matrix can be cut over {self._sizes.tensor} tensor ranks")
+        return made

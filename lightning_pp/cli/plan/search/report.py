@@ -119,7 +119,15 @@ def _table(search: Search) -> Table:
         title_justify="left",
         caption_justify="left",
     )
-    for heading in ("", "in a row\nms", "with\ngathers ms", "samples/s", "GiB", "bubble", "ranks x\nreplicas"):
+    for heading in (
+        "",
+        "in a row\nms",
+        "with\ngathers ms",
+        "samples/s",
+        "GiB",
+        "bubble",
+        "ranks x replicas\nx tensor ranks",
+    ):
         table.add_column(heading, justify="right", overflow="fold")
     table.add_column("schedule,\nstages a rank", no_wrap=True, overflow="fold")
     for heading in ("microbatches\nx samples", "run again", "sharding,\ncopies"):
@@ -133,7 +141,7 @@ def _table(search: Search) -> Table:
             f"{1e3 * search.space.num_samples / plan.time_in_a_row:.4g}",
             numbers.gib(planned.peak_bytes),
             f"{planned.bubble_fraction:.1%}",
-            f"{layout.num_ranks} x {layout.num_replicas}",
+            f"{layout.num_ranks} x {layout.num_replicas} x {layout.num_tensor_ranks}",
             _schedule(layout),
             f"{layout.num_microbatches} x {layout.microbatch_size}",
             _checkpointing(layout),

@@ -26,14 +26,17 @@ from lightning_pp.planning.activation_checkpointing import AUTO, ActivationCheck
 from lightning_pp.planning.hardware.devices import PlannedDevice
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.schedule.registry import is_schedule_file, schedule_family
+from lightning_pp.sharding.shard_updates import is_elementwise
 from lightning_pp.split.data.microbatch import batch_size_of
 from lightning_pp.strategy.plan_only import FirstStep, look_at_first_step
 
 _GIB = float(1 << 30)
+_TENSOR_SIZES = (1, 2, 4, 8)
 # what a search chooses is as if it were not configured
 _CHOSEN: dict[str, Any] = {
     "pipeline_parallel_size": "auto",
     "data_parallel_size": "auto",
+    "tensor_parallel_size": 1,
     "data_parallel_replicate_size": 1,
     "num_microbatches": "auto",
     "schedule": "1f1b",
@@ -160,7 +163,10 @@ def _batch(config: DictConfig, request: Request) -> _Batch:
     sizes = config.strategy
     try:
         replicas = ParallelSizes.resolve(
-            sizes.pipeline_parallel_size, sizes.data_parallel_size, request.num_devices
+            sizes.pipeline_parallel_size,
+            sizes.data_parallel_size,
+            request.num_devices,
+            tensor=sizes.get("tensor_parallel_size", 1),
         ).data_parallel
     except ConfigurationError as error:
         if config.samples_per_step is None or key is None:
@@ -190,14 +196,17 @@ def _space(config: DictConfig, request: Request, batch: _Batch, step: FirstStep)
         )
     names = config.schedules or [name for name in known_schedules() if not schedule_family(name).is_search]
     devices = request.num_devices
+    per_node = request.speed.links.ranks_per_node or devices
+    may_cut = not request.strategy.run_options.compile and (step.optimizer is None or is_elementwise(step.optimizer))
     return Space(
         devices,
-        request.speed.links.ranks_per_node or devices,
+        per_node,
         num_samples,
         batch.num_replicas if batch.key is None else None,
         list(dict.fromkeys(names)),
         _values_of_checkpointing(options),
         options.sharding,
+        [size for size in _TENSOR_SIZES if size == 1 or (may_cut and devices % size == per_node % size == 0)],
     )
 
 

@@ -36,6 +36,7 @@ class Layout:
         schedule: Its name.
         stages_per_rank: Stages on each rank.
         activation_checkpointing: The strategy's.
+        num_tensor_ranks: Ranks that share the matrices of a stage.
     """
 
     num_ranks: int
@@ -45,6 +46,7 @@ class Layout:
     schedule: str
     stages_per_rank: int
     activation_checkpointing: ActivationCheckpointing
+    num_tensor_ranks: int = 1
 
     @property
     def microbatch_size(self) -> int:
@@ -89,6 +91,7 @@ class Space:
         schedules: Names.
         activation_checkpointing: Values of the strategy's argument.
         sharding: As configured.
+        tensor_sizes: Numbers of ranks that may share the matrices of a stage.
     """
 
     num_devices: int
@@ -98,23 +101,29 @@ class Space:
     schedules: Sequence[str]
     activation_checkpointing: Sequence[ActivationCheckpointing]
     sharding: ShardingSettings
+    tensor_sizes: Sequence[int] = (1,)
 
     def layouts(self) -> Iterator[Layout]:
         """All of them, those with few stages first.
 
         A pipeline has from one to eight microbatches for each rank, or one for each sample.
         """
-        for num_ranks in _divisors(self.num_devices):
-            num_replicas = self.num_devices // num_ranks
-            if self.num_samples % num_replicas or self.fixed_replicas not in (None, num_replicas):
-                continue
-            batch_size = self.num_samples // num_replicas
-            for number in self._num_microbatches(num_ranks, batch_size):
-                for schedule, stages_per_rank in self._schedules(num_ranks):
-                    for checkpointing in self.activation_checkpointing:
-                        yield Layout(
-                            num_ranks, num_replicas, batch_size, number, schedule, stages_per_rank, checkpointing
-                        )
+        for num_tensor_ranks in self.tensor_sizes:
+            for num_ranks in _divisors(self.num_devices // num_tensor_ranks):
+                num_replicas = self.num_devices // num_tensor_ranks // num_ranks
+                if self.num_samples % num_replicas or self.fixed_replicas not in (None, num_replicas):
+                    continue
+                yield from self._layouts(num_ranks, num_replicas, num_tensor_ranks)
+
+    def _layouts(self, num_ranks: int, num_replicas: int, num_tensor_ranks: int) -> Iterator[Layout]:
+        batch_size = self.num_samples // num_replicas
+        for number in self._num_microbatches(num_ranks, batch_size):
+            for schedule, stages_per_rank in self._schedules(num_ranks):
+                for checkpointing in self.activation_checkpointing:
+                    yield Layout(
+                        num_ranks, num_replicas, batch_size, number, schedule, stages_per_rank, checkpointing,
+                        num_tensor_ranks,
+                    )  # fmt: skip
 
     def _num_microbatches(self, num_ranks: int, batch_size: int) -> list[int]:
         if batch_size < num_ranks:
@@ -141,7 +150,7 @@ class Space:
         """What the replicas of ``layout`` may share, the least first; one replica has nothing to share."""
         if layout.num_replicas == 1:
             return [ShardingChoice(self.sharding.mode)]
-        sizes = ParallelSizes(layout.num_ranks, layout.num_replicas)
+        sizes = ParallelSizes(layout.num_ranks, layout.num_replicas, tensor=layout.num_tensor_ranks)
         within = sizes.replicate_size_within_nodes(self.devices_per_node)
         copies = sorted({1, within or 1}, reverse=True)
         found = []
@@ -177,6 +186,7 @@ def words_of(layout: Layout, sharding: ShardingChoice, config: DictConfig, batch
     values: dict[str, Any] = {
         "strategy.pipeline_parallel_size": layout.num_ranks,
         "strategy.data_parallel_size": layout.num_replicas,
+        "strategy.tensor_parallel_size": layout.num_tensor_ranks,
         "strategy.data_parallel_replicate_size": sharding.replicate_size,
         "strategy.num_microbatches": layout.num_microbatches,
         "strategy.schedule": layout.schedule,

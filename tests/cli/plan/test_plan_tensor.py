@@ -1,0 +1,62 @@
+"""Plans of pipelines whose ranks share matrices: what units wait for, over which links, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from planned import NUM_LAYERS, planned
+
+from lightning_pp.cli.problems import UserError
+from lightning_pp.schedule import StageCosts
+
+# replicas of one stage, and links whose latency alone counts
+TWO = ["trainer.devices=2", "strategy.pipeline_parallel_size=1", "strategy.schedule=1f1b", "schedules=[1f1b]"]
+SPEED = ["peak_tflops=0.001", "link_gb_per_s=1e9", "node_link_gb_per_s=1e9"]
+TENSOR = [*TWO, *SPEED, "strategy.tensor_parallel_size=2"]
+
+
+def costs(*overrides: str) -> tuple[float, float, float]:
+    """F, I and W of the only stage, milliseconds."""
+    plan, _ = planned(*overrides)
+    found: StageCosts = plan.shown.cut.costs.per_stage(1)
+    return found.forward[0], found.backward_input[0], found.backward_weight[0]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_blocks_wait_for_two_sums_in_forward_and_in_backward(checkpointing: bool) -> None:
+    run = [*TENSOR, f"strategy.activation_checkpointing={str(checkpointing).lower()}"]
+    at_once = costs(*run, "node_link_latency_us=0")
+    late = costs(*run, "node_link_latency_us=3000")
+    # what runs again ends before the second sum of a block; one more of the embedding, and of the head's input
+    waits = (2 * NUM_LAYERS + 1, (3 if checkpointing else 2) * NUM_LAYERS + 1, 0)
+    expected = [number * 3.0 for number in waits]
+    assert [b - a for a, b in zip(at_once, late, strict=True)] == pytest.approx(expected, abs=1e-3)
+
+
+def test_groups_within_a_node_use_its_links() -> None:
+    latencies = ["node_link_latency_us=0", "link_latency_us=5000"]
+    inside, across = (costs(*TENSOR, *latencies, f"devices_per_node={number}") for number in (2, 1))
+    assert across[0] - inside[0] == pytest.approx((2 * NUM_LAYERS + 1) * 5.0, abs=1e-3)
+
+
+def test_products_that_are_cut_take_half_as_long() -> None:
+    plan, text = planned(*TENSOR, "node_link_latency_us=0")
+    whole, _ = planned(*TWO, *SPEED, "strategy.data_parallel_size=2")
+    split = plan.shown.cut.split
+    assert split.on_parts is not None
+    flops = {call.unit: call.flops for call in split.record.calls}
+    blocks = {name: number for name, number in flops.items() if name.startswith("blocks.")}
+    assert {call.flops for call in split.counted.record.calls if call.unit in blocks} == {
+        number / 2 for number in blocks.values()
+    }
+    # the head is cut as well, along the vocabulary
+    saved = sum(flops.values()) / 2 / (1e9 * 0.4) * 1e3  # 0.001 TFLOP/s, of which 0.4 are reached
+    assert whole.shown.cut.costs.per_stage(1).forward[0] - plan.shown.cut.costs.per_stage(1).forward[0] == (
+        pytest.approx(saved, rel=1e-3)
+    )
+    assert "neighbouring global ranks share the matrices of a stage (0 to 1, 2 to 3, ...)" in text
+    assert "of the parameters whole on all 2 ranks: position.weight" in text
+
+
+def test_units_that_run_alone_are_refused() -> None:
+    with pytest.raises(UserError, match="tensor_parallel_size=2 cuts matrices of units, but units that run alone"):
+        planned(*TENSOR, "measure=true")
