@@ -99,8 +99,8 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 13_275,
-    ("strategy",): 13_065,
+    ("split",): 12_830,
+    ("strategy",): 13_085,
     ("cli", "conf", "doctor"): 9_323,
     ("telemetry", "callbacks"): 4_757,
     ("schedule",): 4_885,
@@ -109,7 +109,7 @@ BUDGETS = {
     ("checkpoint",): 3_790,
     ("sharding",): 3_590,
     ("distributed",): 2_435,
-    ("tensor",): 2_652,
+    ("tensor",): 2_711,
     ("verification",): 750,
 }
 
