@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import multiprocessing
 import os
 import pickle
 import random
@@ -84,6 +85,8 @@ def worker_main(connection: Connection, stack_file: str) -> None:
     import faulthandler
     import gc
 
+    # as in a user's process; a process of the forkserver would start one of its own, whose children import torch anew
+    multiprocessing.set_start_method("fork", force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides when to stop
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     own_threads = set(threading.enumerate())

@@ -56,7 +56,7 @@ def test_type_checkers_see_every_public_name_and_no_other(tmp_path: Path) -> Non
     assert 'Module has no attribute "Pipeline"' in finished.stdout
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.nightly  # by day with the alias, below
 @pytest.mark.parametrize(
     "imports",
     ["import lightning_pp; import lightning.pytorch as pl", "import lightning.pytorch as pl; import lightning_pp"],
@@ -92,5 +92,7 @@ trainer = lightning.pytorch.Trainer(
     enable_checkpointing=False, enable_progress_bar=False,
 )
 trainer.fit(Module(), torch.utils.data.DataLoader(torch.zeros(2, 2)))
-print(trainer.global_step, ModelCheckpoint is lightning.pytorch.callbacks.ModelCheckpoint)"""
-    assert run(code).splitlines()[-1] == "1 True"
+print(trainer.global_step, ModelCheckpoint is lightning.pytorch.callbacks.ModelCheckpoint)
+by_name = pl.Trainer(accelerator="cpu", devices=1, strategy="pipeline_parallel", logger=False).strategy
+print(type(by_name) is PipelineParallelStrategy)"""
+    assert run(code).splitlines()[-2:] == ["1 True", "True"]

@@ -99,17 +99,17 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 13_254,
+    ("split",): 13_275,
     ("strategy",): 13_065,
     ("cli", "conf", "doctor"): 9_255,
     ("telemetry", "callbacks"): 4_757,
     ("schedule",): 4_885,
-    ("planning",): 4_900,
+    ("planning",): 4_968,
     ("runtime",): 4_365,
     ("checkpoint",): 3_790,
     ("sharding",): 3_590,
     ("distributed",): 2_435,
-    ("tensor",): 2_462,
+    ("tensor",): 2_646,
     ("verification",): 750,
 }
 

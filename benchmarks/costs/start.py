@@ -1,7 +1,8 @@
 """Time from the start of a command to the end of its first batch: plain Lightning, DDP of two, a pipeline of two.
 
-Every run is a command of its own, which imports what its way needs: plain Lightning and DDP do not import this package.
-The machine has to be idle. What a pipeline may take more than DDP is ``TARGET``.
+Every run is a command of its own, which imports what its way needs: plain Lightning and DDP do not import this package,
+which is compiled to bytecode first, as an installation does. The machine has to be idle. What a pipeline may take more
+than DDP is ``TARGET``.
 
 Run:
     python benchmarks/costs/start.py [--models gpt llama ...] [--runs 5] [--check]
@@ -10,6 +11,7 @@ Run:
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
 import statistics
 import subprocess
@@ -138,6 +140,9 @@ def main() -> None:
     if options.one is not None:
         run_one(*options.one)
         return
+    import lightning_pp
+
+    compileall.compile_dir(lightning_pp.__path__[0], quiet=1)
     most = 0.0
     print(f"{'model':<8}{'plain, s':>10}{'DDP, s':>10}{'pipeline, s':>13}{'more':>8}")
     for name in options.models:

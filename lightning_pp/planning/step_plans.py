@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
-from lightning_pp.planning.step_state import INITIAL_STATE, StepState
+from lightning_pp.planning.step_state import INITIAL_STATE, NO_STATE, StepState
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.split._torch_private import version_of
 from lightning_pp.split.data.tree import entries_of, is_object, leaves_of, own_copy, tensors_of
@@ -50,11 +50,21 @@ def signature_of(tree: Any) -> Hashable:
     return (type(tree), *map(signature_of, leaves))
 
 
-def without_sizes(signature: Hashable) -> Hashable:
-    """``signature`` without the sizes of tensors and without numbers: that of all batches that differ in these only.
+def key_of(step: str, others: Sequence[Any], data: Any, frozen: Collection[str], *, is_part: bool = False) -> Hashable:
+    """What steps must share for a plan to serve them.
 
-    Truth values stay: they also say which parameters require a gradient.
+    Args:
+        step: Name of the step.
+        others: What it is given besides the batch and its index.
+        data: The microbatch.
+        frozen: Names of the parameters that require no gradient; none where none does.
+        is_part: Whether the step ends once for all microbatches.
     """
+    return step, signature_of(others), frozenset(frozen), (signature_of(data), is_part)
+
+
+def without_sizes(signature: Hashable) -> Hashable:
+    """``signature`` without the sizes of tensors and without numbers: that of all batches that differ in these only."""
     if isinstance(signature, torch.Size):
         return len(signature)
     if isinstance(signature, tuple):
@@ -135,6 +145,8 @@ class StepPlanCache:
         self._num_stages = 0
         self._owners: Mapping[str, Collection[int]] = {}
         self._failure: Failure | None = None
+        # the recording that the model was cut by, the key of its step, and what its units were like
+        self._start: tuple[Hashable, StepRecord, Hashable] | None = None
         self._paths = PathComparison(module, units, fake_parameters)
 
     def set_partition(
@@ -152,6 +164,27 @@ class StepPlanCache:
         self._stage_of_unit, self._num_stages, self._owners = stage_of_unit, num_stages, owners
         self._plans.clear()
         self._paths_taken.clear()
+
+    def start_with(self, key: Hashable, record: StepRecord, *, with_gradients: bool) -> None:
+        """Takes the recording that the model was cut by: it serves the first step that is rehearsed to follow it.
+
+        Args:
+            key: That of the recorded step, see :func:`key_of`.
+            record: The recording.
+            with_gradients: Whether it is of a training step.
+        """
+        kinds = self._paths.unit_sizes.kinds()
+        self._start = (key, with_gradients, self._module.training), record, kinds
+
+    def _take_start(self, key: Hashable, taken: dict[int, _UsedPlan]) -> None:
+        """Adds the plan of the first recording to those like ``key``, unless a unit was changed since then."""
+        if self._start is None or without_sizes(self._start[0]) != without_sizes(key):
+            return
+        (of_start, record, kinds), self._start = self._start, None
+        if kinds == self._paths.unit_sizes.kinds():
+            self._num_paths += 1
+            taken[self._num_paths] = used = _UsedPlan(self._built(record), NO_STATE, self._num_paths)
+            self._plans.setdefault(of_start, []).append(used)
 
     def record(
         self,
@@ -216,6 +249,7 @@ class StepPlanCache:
 
         follow = partial(self._followed, step=step, seed_inter_unit=seed_inter_unit, with_gradients=with_gradients)
         taken = self._paths_taken.setdefault(without_sizes(key), {})
+        self._take_start(key, taken)
         used = next(filter(is_as_before, reversed(plans)), None) or self._on_path_taken(plans, taken, state, follow)
         if used is None:
             self.num_recorded += 1
@@ -233,6 +267,32 @@ class StepPlanCache:
         taken[used.path] = used
         self._forget_the_oldest(plans, taken)
         return used.plan
+
+    def record_of_reductions(
+        self,
+        plan: StepPlan,
+        step: Callable[[DryRun], Any],
+        seed_inter_unit: Callable[[int], None],
+        earlier: EarlierRun | None,
+        *,
+        with_gradients: bool,
+    ) -> StepRecord:
+        """A record whose reductions are those of ``step``, which follows ``plan``: by a rehearsal, or else a dry run.
+
+        Args:
+            plan: The plan of the step.
+            step: Runs the user's step.
+            seed_inter_unit: As for :meth:`plan`.
+            earlier: A dry run of the step on fewer samples; see :class:`ReductionRecorder`.
+            with_gradients: Whether it is a training step.
+        """
+        record = plan.record
+        if earlier is None and not record.is_resized:
+            return record
+        arguments: dict[str, Any] = {"with_gradients": with_gradients, "seed_inter_unit": seed_inter_unit}
+        at_this_size = earlier or EarlierRun((), 1.0)
+        found = self._followed(plan, step=step, is_alike=True, earlier=at_this_size, **arguments)
+        return found or self.record(step, earlier=earlier, **arguments)
 
     def _on_path_taken(
         self, plans: list[_UsedPlan], taken: Mapping[int, _UsedPlan], state: StepState, follow: Callable[..., Any]
@@ -293,6 +353,7 @@ class StepPlanCache:
         seed_inter_unit: Callable[[int], None] | None,
         with_gradients: bool,
         is_alike: bool,
+        earlier: EarlierRun | None = None,
     ) -> StepRecord | None:
         """Rehearses the step: the record of ``plan`` if it follows that, of this step's sizes; else None."""
         record, run = plan.record, _UnrecordedRun()
@@ -303,6 +364,7 @@ class StepPlanCache:
             plan.crossing_operations,
             with_gradients=with_gradients,
             is_alike=is_alike,
+            earlier=earlier,
         )
         if (run.reads_progress and not record.reads_progress) or (run.edits_batch and not record.edits_batch):
             return None

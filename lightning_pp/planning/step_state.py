@@ -35,6 +35,7 @@ class StepState(NamedTuple):
 
 
 INITIAL_STATE = StepState()
+NO_STATE = StepState(attributes=-1)  # which no step is ever in
 
 
 class AttributesOutsideUnits:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from lightning_pp.split.side_effects.argument_objects import ArgumentObjects
+from lightning_pp.split.side_effects.reach import Reached, reached_from, restored
 from lightning_pp.split.unit_calls.selective_policy import Policy
 
 
@@ -41,19 +41,18 @@ class Recomputation:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         num_args, names = len(args), list(kwargs)
-        given_at_first: ArgumentObjects | None = None
+        given_at_first: list[Reached] | None = None
 
         def call(*given: Any) -> Any:  # the unit may have keywords that checkpoint() has too
             nonlocal given_at_first
             keywords = dict(zip(names, given[num_args:], strict=True))
-            now = ArgumentObjects(given, with_containers=True)
+            now = reached_from(given, "")
             if given_at_first is None:
                 given_at_first = now
                 return original(*given[:num_args], **keywords)
-            given_at_first.restore()
-            try:
+            for reached in given_at_first:
+                reached.restore()
+            with restored(now):
                 return original(*given[:num_args], **keywords)
-            finally:
-                now.restore()
 
         return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)

@@ -79,9 +79,8 @@ class StageRunner:
             SplitError: The step calls other units than the plan says, or touches a value that is not here.
         """
         calls = self._prepare(plan)[1]
-        run = StageForward(
-            calls, self._units, receive, randomness, with_gradients, self.recomputation, self._calls.note_function
-        )
+        note = self._calls.regions.note_function
+        run = StageForward(calls, self._units, receive, randomness, with_gradients, self.recomputation, note)
         if calls.plan.last_call == -1:  # nothing of this stage is called in such a step
             if calls.received:
                 run.receive_the_rest()

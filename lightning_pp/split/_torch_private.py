@@ -57,23 +57,22 @@ __all__ = [
     "arg_tree_leaves",
     "buffers_of",
     "call_of",
-    "convert",
     "current_function_mode",
     "dispatch_keys_of",
+    "distributions_check_what_is_here",
     "forward_hooks_of",
     "forward_pre_hooks_of",
     "has_forward_hooks",
     "is_functorch_wrapped",
+    "is_made_of_others",
     "make_wrapper",
     "number_of_memory",
     "packet_of",
     "parameters_of",
     "pytree",
-    "replaced_is_all_true",
     "replaced_module_apply",
     "running_autograd_function",
     "schema_of",
-    "set_parameters",
     "tree_any",
     "tree_flatten",
     "tree_leaves",
@@ -85,7 +84,7 @@ __all__ = [
     "without_dispatch_modes",
 ]
 
-# what operations on fakes raise that hang on data, or that know no fakes
+# what operations on fakes raise that depend on data, or that know no fakes
 NOT_FAKEABLE: tuple[type[Exception], ...] = tuple(
     private(f"torch._subclasses.fake_tensor.{name}")
     for name in ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException")
@@ -108,13 +107,14 @@ _GENERATORS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_r
 CHECKPOINT_GENERATORS = [name for name in _GENERATORS if hasattr(torch.utils.checkpoint, name)]
 
 is_functorch_wrapped: Callable[[Tensor], bool] = private("torch._C._functorch.is_functorch_wrapped_tensor")
+# whether a tensor is made of others, as those are that FSDP keeps sharded
+is_made_of_others: Callable[[Tensor], bool] = private("torch.utils._python_dispatch.is_traceable_wrapper_subclass")
 # a tensor of a subclass without memory of its own, of a shape, dtype and device
 make_wrapper: Callable[..., Any] = private("torch.Tensor._make_wrapper_subclass")
 # the function mode on top; None where there is none
 current_function_mode: Callable[[], Any] = private("torch.overrides._get_current_function_mode")
 _pop_function_mode: Any = private("torch.overrides._pop_mode_temporarily")
 _dispatch_keys: Any = private("torch._C._dispatch_keys")
-_is_all_true: Callable[[Tensor], Tensor] = private("torch._is_all_true")
 _are_forward_derivatives_on: Callable[[], bool] = private("torch._C._is_fwd_grad_enabled")
 
 
@@ -133,12 +133,6 @@ def without_current_function_mode() -> AbstractContextManager[Any]:
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters that ``module`` itself holds, as the dict that it keeps them in."""
     return module._parameters
-
-
-@uses("torch.nn.Module._parameters")
-def set_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
-    """Has ``module`` keep its own parameters in the dict ``parameters``."""
-    module._parameters = parameters
 
 
 @uses("torch.nn.Module._buffers")
@@ -239,10 +233,14 @@ class OperationsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @uses("torch._is_all_true")
 @contextmanager
-def replaced_is_all_true(make: Callable[[Callable[[Tensor], Tensor]], Any]) -> Iterator[None]:
-    """Within, :mod:`torch.distributions` ask ``make(original)`` whether all of their arguments are valid."""
+def distributions_check_what_is_here(is_missing: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Within, :mod:`torch.distributions` validate those of their arguments whose values are not missing."""
     original = torch._is_all_true
-    torch._is_all_true = make(_is_all_true)
+
+    def is_all_true(valid: Tensor) -> Any:
+        return is_missing(valid) or original(valid)
+
+    torch._is_all_true = is_all_true  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -250,17 +248,17 @@ def replaced_is_all_true(make: Callable[[Callable[[Tensor], Tensor]], Any]) -> I
 
 
 @uses("torch.nn.Module._apply")
-def convert(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Puts ``function(tensor)`` in the place of each parameter and buffer of ``module``, as ``Module.to`` does."""
-    module._apply(function)  # type: ignore[no-untyped-call]
-
-
-@uses("torch.nn.Module._apply")
 @contextmanager
-def replaced_module_apply(make: Callable[[Callable[..., nn.Module]], Callable[..., nn.Module]]) -> Iterator[None]:
-    """Within, ``Module.to`` and the like convert modules by ``make(original)(module, function, recurse)``."""
+def replaced_module_apply(apply: Callable[..., nn.Module]) -> Iterator[None]:
+    """Within, ``Module.to`` and the like call ``apply(original, module, function)`` for each module by itself."""
     original: Any = nn.Module._apply
-    nn.Module._apply = make(original)  # type: ignore[method-assign]
+
+    def replaced(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(function)  # type: ignore[no-untyped-call]
+        return apply(original, module, function)
+
+    nn.Module._apply = replaced  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -51,6 +51,7 @@ class RunOptions:
         deadlock_seconds: The run ends if all ranks have waited so long.
         preemption_seconds: How long a batch may take to begin, after a signal.
         tensor_parallel_plan: Which matrices are cut over the tensor ranks.
+        sequence_parallel: Whether what lies between cut matrices of a unit is on parts of the sequence.
 
     Raises:
         ConfigurationError: A value is not of its kind.
@@ -62,6 +63,7 @@ class RunOptions:
     deadlock_seconds: float
     preemption_seconds: float
     tensor_parallel_plan: Plan = "auto"
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         for name in ("deadlock_seconds", "preemption_seconds"):
@@ -100,6 +102,8 @@ class StrategyOptions(MeshStrategy):
         tensor_parallel_plan: Which matrices are cut over the tensor ranks. ``"auto"``: those that the recorded step
             shows can be. Or a dict from names or patterns of modules to ``"colwise"``, ``"rowwise"``, ``"auto"`` or
             ``"replicate"``. In the first batch each distinct unit is compared with itself run whole.
+        sequence_parallel: Compute norms, dropout and sums between two cut matrices of a unit on parts of the sequence.
+            It takes less memory, and as many bytes are communicated.
         num_microbatches: Number of slices of each batch along dimension 0. ``"auto"``: 2 to 4 per pipeline rank.
         schedule: Name of a schedule (:func:`lightning_pp.schedule.available_schedules`), a CSV file, or ``"auto"``. A
             CSV file has torch's notation and fixes placement and order, also for fewer microbatches. ``"auto"`` chooses
@@ -209,6 +213,7 @@ class StrategyOptions(MeshStrategy):
         *,
         tensor_parallel_size: int = 1,
         tensor_parallel_plan: Mapping[str, Any] | Literal["auto"] = "auto",
+        sequence_parallel: bool = False,
         schedule: str | PathLike[str] = "zb_h1",
         stages_per_rank: int | None = None,
         costs: StageCosts | str | PathLike[str] | None = None,
@@ -257,9 +262,8 @@ class StrategyOptions(MeshStrategy):
         cut = CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units), split_head)
         self.options = PipelineOptions(order, batches, cut, shards, activation_checkpointing, device_memory_gib)
         checkpoints = CheckpointOptions(save_distributed_checkpoint, async_checkpoint, initial_weights)
-        self.run_options = RunOptions(
-            compile, meta_init, checkpoints, deadlock_seconds, preemption_seconds, tensor_parallel_plan
-        )
+        tensor = tensor_parallel_plan, sequence_parallel
+        self.run_options = RunOptions(compile, meta_init, checkpoints, deadlock_seconds, preemption_seconds, *tensor)
         self._begin()
 
     def _begin(self) -> None:

@@ -167,6 +167,7 @@ class HeldPipeline:
             strategy.run_options.compile_options,
             strategy.communicators_bytes,
             strategy.run_options.tensor_parallel_plan,
+            strategy.run_options.sequence_parallel,
         )
         step = _STEPS[trainer.state.fn]  # type: ignore[index]
         if _IS_SPLIT in vars(module):

@@ -26,6 +26,7 @@ from lightning_pp.planning.stage_model import (
     record_model,
     with_recomputation,
 )
+from lightning_pp.planning.step_plans import key_of
 from lightning_pp.planning.tuning import Layout, LayoutRequest, compute_on_rank0
 from lightning_pp.planning.unit_times.measure import run_each_once
 from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts
@@ -145,10 +146,8 @@ class PipelineSetup:
             )
             recorded = self._recorded_step(step, microbatches[0], arguments)
             again = partial(split.plans.record, recorded, with_gradients=step == "training_step")
-            given = self._given
-            tensor = self._ranks.all_or_none(
-                lambda: tensor_parallel_units(split, given.rank, given.tensor_parallel_plan, given.mesh, again)
-            )
+            self._start_plans(split, step, microbatches[0], arguments)
+            tensor = self._ranks.all_or_none(lambda: tensor_parallel_units(split, self._given, again))
             if self.device.type in LOADING_DEVICES and step == "training_step":
                 with (
                     LongTask("The first run of each distinct unit", rank_zero_info),
@@ -295,6 +294,18 @@ class PipelineSetup:
         )
         ends_with_batch = self._options.schedule.whole_batch_loss and step != "predict_step"
         return ending_with_batch(recorded) if ends_with_batch else recorded
+
+    def _start_plans(self, split: SplitModel, step: str, microbatch: Microbatch, arguments: Sequence[Any]) -> None:
+        """Has the dry run serve the first step like it, where that runs the same code on the same units."""
+        if (
+            split.record.failure is None
+            and self._given.sizes.tensor == 1
+            and not self._options.schedule.whole_batch_loss
+        ):
+            trains, names = step == "training_step", split.fake_parameters.canonical_names
+            frozen = {names[name] for name, each in self.module.named_parameters() if trains and not each.requires_grad}
+            key = key_of(step, arguments[1:], microbatch.data, frozen)
+            split.plans.start_with(key, split.record, with_gradients=trains)
 
     def _updates(self, step: str) -> Updates:
         """What hooks write into parameters, in training."""

@@ -34,6 +34,7 @@ class Surroundings:
         communicators_bytes: What the communicators of collectives have taken of a device. Those of channels between
             neighbours are opened, and added, where there is a limit of memory.
         tensor_parallel_plan: Which parameters are cut over the tensor ranks.
+        sequence_parallel: Whether what lies between them in a unit is on parts of the sequence.
     """
 
     module: pl.LightningModule
@@ -47,6 +48,7 @@ class Surroundings:
     compile_options: Mapping[str, Any] | None = None
     communicators_bytes: int = 0
     tensor_parallel_plan: Plan = "auto"
+    sequence_parallel: bool = False
 
     @property
     def rank(self) -> int:

@@ -12,7 +12,15 @@ this rank's part, so that sharding, deferral and optimizers treat it as any othe
 from __future__ import annotations
 
 from lightning_pp.tensor.parts import TensorPart, part_of, whole_of
-from lightning_pp.tensor.plans import Plan, check_sizes
+from lightning_pp.tensor.plans import Plan, check_sizes, tied_along_vocabulary
 from lightning_pp.tensor.units import TensorParallelUnits
 
-__all__ = ["Plan", "TensorParallelUnits", "TensorPart", "check_sizes", "part_of", "whole_of"]
+__all__ = [
+    "Plan",
+    "TensorParallelUnits",
+    "TensorPart",
+    "check_sizes",
+    "part_of",
+    "tied_along_vocabulary",
+    "whole_of",
+]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from lightning_pp.errors import SplitError
@@ -136,7 +137,8 @@ def _outcome(
 ) -> dict[str, Tensor]:
     """Results and gradients of one run, by what they are."""
     needs = {name: each.requires_grad for name, each in _named(unit)}
-    with torch.inference_mode(False), torch.enable_grad():
+    own_hooks = saved_tensors_hooks(Tensor.detach, Tensor.detach)  # a checkpoint around the unit would run it again
+    with torch.inference_mode(False), torch.enable_grad(), own_hooks:
         given = {f"unit.{name}": each.detach().clone().requires_grad_(needs[name]) for name, each in own.items()}
         inputs: list[Tensor] = []
 
@@ -154,11 +156,8 @@ def _outcome(
         found = {f"result {i}": leaf.detach() for i, leaf in enumerate(outputs)}
         ends = [leaf for leaf in outputs if leaf.requires_grad and leaf.is_floating_point()]
         starts = {f"the gradient of input {i}": each for i, each in enumerate(inputs)}
-        starts |= {
-            f"the gradient of parameter {name.removeprefix('unit.')}": each
-            for name, each in given.items()
-            if each.requires_grad
-        }
+        trained = {name.removeprefix("unit."): each for name, each in given.items() if each.requires_grad}
+        starts |= {f"the gradient of parameter {name}": each for name, each in trained.items()}
         if ends and starts:
             seeds = [_made_up(leaf) for leaf in ends]
             grads = torch.autograd.grad(ends, list(starts.values()), seeds, allow_unused=True)

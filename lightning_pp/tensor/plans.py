@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -43,10 +43,15 @@ def style_of(value: object, pattern: str) -> Style:
     )
 
 
+def is_table(module: nn.Module) -> bool:
+    """Whether ``module`` is an embedding as torch has it, of which each row is looked up by itself."""
+    return type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse)
+
+
 def weights_of(module: nn.Module) -> dict[str, tuple[int, nn.Parameter]]:
     """Matrices that may be cut, by name: the dimension of their outputs, and the parameter.
 
-    Those are the weights of ``nn.Linear``, of transformers' ``Conv1D`` and of ``nn.MultiheadAttention``.
+    Those are the weights of ``nn.Linear``, transformers' ``Conv1D``, ``nn.MultiheadAttention`` and ``nn.Embedding``.
     """
     found = {}
     for name, child in module.named_modules(remove_duplicate=False):
@@ -57,7 +62,7 @@ def weights_of(module: nn.Module) -> dict[str, tuple[int, nn.Parameter]]:
         if isinstance(weight, nn.Parameter) and weight.dim() == 2:
             if isinstance(child, nn.Linear):
                 found[f"{prefix}weight"] = 0, weight
-            elif type(child).__name__ == "Conv1D":
+            elif type(child).__name__ == "Conv1D" or is_table(child):
                 found[f"{prefix}weight"] = 1, weight
     return found
 
@@ -84,8 +89,8 @@ def styles_of(module: nn.Module, plan: Plan) -> dict[str, tuple[Style, str]]:
         fitting = [name for name in weights if _fits(name, pattern)]
         if not fitting and style != "replicate":
             raise ConfigurationError(
-                f"tensor_parallel_plan[{pattern!r}] fits no weight of nn.Linear, Conv1D or nn.MultiheadAttention. "
-                f"Such weights are {', '.join(list(weights)[:6]) or 'not in this model'}."
+                f"tensor_parallel_plan[{pattern!r}] fits no weight of nn.Linear, nn.Embedding, Conv1D or "
+                f"nn.MultiheadAttention. Such weights are {', '.join(list(weights)[:6]) or 'not in this model'}."
             )
         for name in fitting:
             styles.setdefault(name, (style, pattern))
@@ -120,6 +125,27 @@ def plan_of_model(module: nn.Module) -> tuple[dict[str, Style], list[str]]:
     return fitting, sorted(unknown)
 
 
+def tied_along_vocabulary(
+    module: nn.Module, called: Collection[nn.Module], head: str | None, plan: Plan, num_ranks: int
+) -> set[nn.Parameter]:
+    """Parameters of several modules, all of them embeddings and the head, that the plan cuts along the vocabulary.
+
+    Args:
+        module: The whole model.
+        called: The units that the step calls. Tied parameters of others stay whole.
+        head: Name of the last projection, if there is one.
+        plan: As of :func:`styles_of`.
+        num_ranks: Tensor ranks.
+    """
+    styles, users = styles_of(module, plan), dict[nn.Parameter, list[bool]]()
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        wanted = ("auto", "rowwise") if is_table(child) else ("auto", "colwise") if prefix == head else ()
+        for name, parameter in child.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            users.setdefault(parameter, []).append(child in called and styles.get(name, ("", ""))[0] in wanted)
+    tied = {each for each, are_cut in users.items() if len(are_cut) > 1 and all(are_cut)}
+    return {each for each in tied if each.shape[0] > each.shape[1] and not each.shape[0] % num_ranks}
+
+
 def check_sizes(module: nn.Module, plan: Plan, num_ranks: int) -> None:
     """Raises before processes start where a size that the plan cuts cannot be divided.
 
@@ -134,8 +160,9 @@ def check_sizes(module: nn.Module, plan: Plan, num_ranks: int) -> None:
         if style in ("colwise", "rowwise"):
             size = weight.shape[out_dim if style == "colwise" else 1 - out_dim]
             if size % num_ranks:
-                kind = "output" if style == "colwise" else "input"
-                problems.append(f"{name} has {size} {kind} features ({style} by {pattern!r})")
+                kind = "output features" if style == "colwise" else "input features"
+                kind = "rows" if is_table(module.get_submodule(name.rpartition(".")[0])) else kind
+                problems.append(f"{name} has {size} {kind} ({style} by {pattern!r})")
     if problems:
         raise ConfigurationError(
             f"tensor_parallel_size={num_ranks} does not divide what tensor_parallel_plan cuts: {'; '.join(problems)}. "

@@ -167,14 +167,14 @@ class Region(TorchFunctionMode):
             found = self._copies[id(tensor), kind] = weakref.ref(tensor), version, function()
         return found[2]
 
-    def whole_again(self, tree: Any) -> Any:
-        """Containers and tensors with those gathered that are cut along tokens."""
+    def whole_again(self, tree: Any, others: bool = False) -> Any:
+        """Containers and tensors with those gathered that are cut along tokens, and ``others``."""
 
         def whole(leaf: Any) -> Any:
             cut = cut_of(leaf)
-            return self.gathered(leaf, sums=False) if cut is not None and cut.tokens else leaf
+            return self.gathered(leaf, sums=False) if cut is not None and (cut.tokens or others) else leaf
 
-        return map_leaves(whole, tree) if self.sequence_parallel else tree
+        return map_leaves(whole, tree) if self.sequence_parallel or others else tree
 
     def token_dim(self, partial: Tensor) -> int | None:
         """The dimension in which a sum is scattered: the second, or the first where it is not divisible."""
@@ -220,7 +220,9 @@ class Region(TorchFunctionMode):
         return self.part(tensor, dim, cut.segments)
 
 
-PRODUCT_NAMES = frozenset({"linear", "addmm", "matmul", "__matmul__", "mm", "multi_head_attention_forward"})
+PRODUCT_NAMES = frozenset(
+    {"linear", "addmm", "matmul", "__matmul__", "mm", "multi_head_attention_forward", "embedding"}
+)
 
 
 def _has_cut(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -51,6 +51,7 @@ class UnitTracer:
         styles: Of the weights that may be cut, by their names in the unit, with the pattern that says so.
         group: The tensor ranks.
         sequence_parallel: As of :class:`~lightning_pp.tensor.region.Region`.
+        gathers: Whether the unit is the last projection, whose columns are gathered.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class UnitTracer:
         styles: Mapping[str, tuple[Style, str]],
         group: dist.ProcessGroup,
         sequence_parallel: bool = False,
+        gathers: bool = False,
     ) -> None:
         self.name, self.unit, self.group = name, unit, group
         self.is_complete = True
@@ -72,7 +74,8 @@ class UnitTracer:
         self._columns: list[str] = []
         self._names: dict[int, str] = {}
         self._num_ranks = group.size()
-        self._sequence_parallel = sequence_parallel
+        self._sequence_parallel, self._gathers = sequence_parallel, gathers
+        self._num_parameters = sum(each.numel() for each in unit.parameters())
 
     def find(self, args: Any, kwargs: Any) -> Found:
         """The cuts with which the unit runs on inputs of these shapes.
@@ -106,7 +109,7 @@ class UnitTracer:
                 Inside(self.unit, self.unit.forward), {**parameters, **buffers}, args, kwargs
             )
         with torch.no_grad():
-            output = region.whole_again(output)
+            output = region.whole_again(output, self._gathers)
         check_whole(output)
 
     def _fake(self, tensor: Tensor) -> Tensor:
@@ -151,7 +154,11 @@ class UnitTracer:
         cut = None if cut is not None and cut.tokens else cut
         if cut is not None and cut.dim == last and style in ("auto", "rowwise"):
             return 1 - out_dim, cut.segments
-        dim = 1 - out_dim if style == "rowwise" else out_dim
+        is_table, num_groups = not num_groups, num_groups or 1
+        of_vocabulary = weight.shape[0] > weight.shape[1] and 2 * weight.numel() > self._num_parameters
+        if (is_table or self._gathers) and style == "auto" and not of_vocabulary:
+            return None
+        dim = 1 - out_dim if style == "rowwise" or (is_table and style == "auto") else out_dim
         if cut is not None or weight.shape[dim] % num_groups:
             return None
         segments = self._segments.get(name, (weight.shape[dim] // num_groups,) * num_groups)

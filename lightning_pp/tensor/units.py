@@ -16,6 +16,7 @@ from lightning_pp.split.data.tree import leaves_of, map_leaves
 from lightning_pp.split.fakes.parameters import has_data
 from lightning_pp.tensor.check import UnitCheck
 from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark
+from lightning_pp.tensor.head import HeadOfRanks
 from lightning_pp.tensor.parts import TensorPart, part_of, pieces_of
 from lightning_pp.tensor.plans import Plan, Style, check_sizes, plan_of_model, styles_of, weights_of
 from lightning_pp.tensor.region import Region
@@ -45,10 +46,14 @@ class TensorParallelUnits:
         whole: Parameters that stay whole, since they are used outside of their unit as well.
         sequence_parallel: Whether norms, dropout and sums between two sharded products of a unit are computed on parts
             of the sequence, which takes less memory. As many bytes are communicated.
+        tied: Parameters of several units that are cut all the same: embeddings and the head, along the vocabulary.
+        head: The unit that is the last projection; its columns are gathered.
 
     Attributes:
         parts: How each parameter that is cut lies over the axis, by its full name in ``module``. All others are whole
             on every rank. Known after :meth:`plan`.
+        defers_logits: Whether the columns of the head are gathered in training only for other functions than a cross
+            entropy. False at first; to be set before units are cut.
         reasons: Why ``"auto"`` left a weight whole that it tried to cut, for the first unit of a kind.
 
     Raises:
@@ -62,8 +67,9 @@ class TensorParallelUnits:
         plan: Plan,
         group: dist.ProcessGroup,
         whole: Collection[nn.Parameter] = (),
-        *,
         sequence_parallel: bool = False,
+        tied: Collection[nn.Parameter] = (),
+        head: str | None = None,
     ) -> None:
         check_sizes(module, plan, group.size())
         self.parts: dict[str, TensorPart] = {}
@@ -73,7 +79,8 @@ class TensorParallelUnits:
         self._notes: list[str] = []
         self.reasons: dict[str, str] = {}
         self._forwards: list[_CutForward] = []
-        self._shared = _shared_between(self._units).union(whole)
+        self._head, self.defers_logits = head, False
+        self._shared = _shared_between(self._units).difference(tied).union(whole)
         self._planned: dict[str, tuple[Found, dict[str, str]]] = {}
 
     def observe(self, unit: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -84,7 +91,8 @@ class TensorParallelUnits:
         """
         if unit not in self._calls:
             self._calls[unit] = map_leaves(
-                lambda leaf: torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf,
+                # not "like" one, which may be fake
+                lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if _is_tensor(leaf) else leaf,
                 (tuple(args), dict(kwargs)),
             )
 
@@ -186,9 +194,11 @@ class TensorParallelUnits:
         if call is None:
             return _as_planned(unit, styles, self._group.size())
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves_of(call)]
-        key = type(unit), tuple((n, tuple(p.shape)) for n, p in unit.named_parameters()), (*shapes, *styles.items())
+        gathers = name == self._head
+        sizes = tuple((n, tuple(p.shape)) for n, p in unit.named_parameters())
+        key = type(unit), gathers, sizes, (*shapes, *styles.items())
         if key not in known:
-            tracer = UnitTracer(name, unit, styles, self._group, self._sequence_parallel)
+            tracer = UnitTracer(name, unit, styles, self._group, self._sequence_parallel, gathers)
             known[key] = tracer.find(*call)
             self.reasons |= {f"{name}.{each}" if name else each: why for each, why in tracer.reasons.items()}
             if not tracer.is_complete:
@@ -203,20 +213,23 @@ class TensorParallelUnits:
         for key, (dim, segments) in found.items():
             whole = unit.get_parameter(key)
             part = self.parts[prefix + key]
-            local = nn.Parameter(part_of(whole.detach(), part), whole.requires_grad)
-            vars(local).update(vars(whole))
-            replaced[whole] = local
+            local = whole  # cut with another unit, to which this one is tied
+            if whole.shape == part.shape:
+                local = nn.Parameter(part_of(whole.detach(), part), whole.requires_grad)
+                vars(local).update(vars(whole))
+                replaced[whole] = local
             parent, _, attribute = key.rpartition(".")
             patterns.setdefault(key, patterns.get(f"{key.removesuffix('bias')}weight", "auto"))
             cut = Cut(dim, segments, frozenset([key]))
             slots.append(_Slot(unit.get_submodule(parent), attribute, key, cut, local.shape))
-        for owner in unit.modules():
+        for owner in self._module.modules():  # a tied unit of another rank has the parameter as well
             for attribute, parameter in parameters_of(owner).items():
                 if parameter in replaced:
                     setattr(owner, attribute, replaced[parameter])
         parts = {key: self.parts[prefix + key] for key in found}
         region = Region(self._group, RULES, self._sequence_parallel)
-        forward = _CutForward(name, unit, slots, parts, region, patterns)
+        forward = _CutForward(name, unit, slots, parts, region, patterns, name == self._head)
+        forward.defers = self.defers_logits and name == self._head
         vars(unit)["forward"] = forward
         self._forwards.append(forward)
 
@@ -235,8 +248,10 @@ class _CutForward:
         parts: Mapping[str, TensorPart],
         region: Region,
         patterns: Mapping[str, str],
+        gathers: bool,
     ) -> None:
-        self._patterns = patterns
+        self._patterns, self._gathers = patterns, gathers
+        self.defers = False
         self.name, self.unit, self.parts = name, unit, parts
         self.check: UnitCheck | None = None
         self.original = unit.forward
@@ -247,11 +262,18 @@ class _CutForward:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the unit on this rank's parts."""
-        if self.check is not None and all(has_data(each) for each in leaves_of((args, kwargs)) if _is_tensor(each)):
+        has_all_data = all(has_data(each) for each in leaves_of((args, kwargs)) if _is_tensor(each))
+        if self.check is not None and has_all_data:
             check, self.check = self.check, None
             check.run(self, args, kwargs)
         try:
-            return self.run(args, kwargs)
+            if not (self.defers and has_all_data and torch.is_grad_enabled()):
+                return self.run(args, kwargs)
+            logits = self.run(args, kwargs, joins=False)
+            cut = cut_of(logits)
+            if cut is None:
+                return logits
+            return HeadOfRanks(self.name, cut.size, logits, frozenset(), self._region).logits()
         except CutError as error:
             raise SplitError(
                 f"Unit {self.name!r} ({type(self.unit).__name__}) cannot run on {self._region.num_ranks} tensor ranks: "
@@ -259,13 +281,14 @@ class _CutForward:
                 "'replicate' in tensor_parallel_plan."
             ) from error
 
-    def run(self, args: Any, kwargs: Any, *, is_checked: bool = False) -> Any:
+    def run(self, args: Any, kwargs: Any, *, is_checked: bool = False, joins: bool = True) -> Any:
         """Runs the unit on this rank's parts.
 
         Args:
             args: Its arguments.
             kwargs: Its keyword arguments.
             is_checked: Whether dropout is off, and draws nothing.
+            joins: Whether the columns of a head are gathered.
         """
         for slot in self._slots:
             parameter = getattr(slot.owner, slot.attribute)
@@ -275,7 +298,9 @@ class _CutForward:
         region.draws = not is_checked
         with region.entered():
             output = self.original(*args, **kwargs)
-        output = region.whole_again(output)
+        if self._gathers and not joins:
+            return output
+        output = region.whole_again(output, self._gathers)
         check_whole(output)
         return output
 

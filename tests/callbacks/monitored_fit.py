@@ -133,7 +133,9 @@ def fit(
     trainer = L.Trainer(
         accelerator="cpu",
         devices=pipeline * replicas,
-        strategy=PipelineParallelStrategy(pipeline, replicas, num_microbatches=4, schedule=schedule),
+        strategy=PipelineParallelStrategy(
+            pipeline, replicas, num_microbatches=4, schedule=schedule, check_first_batches=False
+        ),
         logger=list(loggers),
         callbacks=[monitor, counts, norms, *filter(None, [bar])],
         enable_checkpointing=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import runpy
 import signal
@@ -124,6 +125,7 @@ def run_forked(
 
 
 def _run_module(module: str, arguments: list[str], folder: Path, environment: dict[str, str], output: str) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # as where Python is started, not the forkserver's
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -71,7 +71,7 @@ def _named(name: str, value: Any, text: str) -> bool:
     return name in text or (isinstance(value, str) and value.strip() != "" and value in text)
 
 
-@settings(max_examples=400, deadline=timedelta(seconds=20), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=timedelta(seconds=20), suppress_health_check=[HealthCheck.too_slow])
 @given(fields=overrides)
 def test_fields_of_the_strategy(fields: dict[str, Any]) -> None:
     def make() -> Any:
@@ -147,7 +147,7 @@ def composing(tmp_path: Path) -> Iterator[None]:
 
 
 @settings(
-    max_examples=40,
+    max_examples=20,
     deadline=timedelta(seconds=20),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

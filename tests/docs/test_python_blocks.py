@@ -1,7 +1,7 @@
 """The Python blocks of pages that are no guides run, one after the other, with the names that a page takes for granted.
 
 Those of guides are run as scripts (``test_code_blocks.py``), those of models of today in ``test_models_of_today.py``;
-``split_graphs`` and ``streamed.py`` where what they do is tested (``tests/parity/steps/test_graph_batches.py``,
+``split_graphs`` and ``streamed.py`` where what they do is tested (``tests/parity/steps/batches/test_graph_batches.py``,
 ``tests/recipes/test_streams.py``). README's is in ``test_readme.py``.
 """
 

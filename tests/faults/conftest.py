@@ -14,7 +14,7 @@ import pytest
 Jobs = Callable[[dict[str, Any], Path], dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def jobs() -> Iterator[Jobs]:
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).parent / "jobs" / "faulty_job.py")],

@@ -24,7 +24,7 @@ def fit(folder: Path, devices: int = 1, ckpt_path: Path | None = None, **options
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy="auto" if devices == 1 else PipelineParallelStrategy(num_microbatches=2),
+        strategy="auto" if devices == 1 else PipelineParallelStrategy(num_microbatches=2, check_first_batches=False),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -52,7 +52,20 @@ def check_ended(folder: Path, ended: Any, name: str, checkpoints: Path, num_batc
     return saved
 
 
-@pytest.mark.by_day(1)
+def check_goes_on(pool: WorkerPool, folder: Path, saved: Path, **options: Any) -> None:
+    """From where it was saved on, the training is that of one device."""
+    pool.run(fit, folder, 2, saved, world_size=2, **options)
+    (folder / "one").mkdir()
+    fit(folder / "one", **options)
+    expected = losses(folder / "one", 0)
+    assert [number for number, _ in expected] == list(range(3 * BATCHES_PER_EPOCH))
+    for rank in range(2):
+        assert [number for number, _ in losses(folder, rank)] == [number for number, _ in expected]
+        found = [loss for _, loss in losses(folder, rank)]
+        assert found == pytest.approx([loss for _, loss in expected], rel=1e-5)
+
+
+@pytest.mark.nightly  # by day a signal within processes of the pool, and one to a command
 @pytest.mark.parametrize(
     ("launcher", "name", "ranks", "at", "accumulate"),
     [
@@ -77,15 +90,7 @@ def test_a_signal_in_a_step_saves_the_training_which_goes_on_as_one_device(
     assert num_batches % accumulate == 0 and at + 1 <= num_batches <= at + 2 + accumulate
     assert num_batches % BATCHES_PER_EPOCH > 0
     saved = check_ended(tmp_path, ended, name, dirpath, num_batches)
-    pool.run(fit, tmp_path, 2, saved, accumulate_grad_batches=accumulate, world_size=2)
-    (tmp_path / "one").mkdir()
-    fit(tmp_path / "one", **options)
-    expected = losses(tmp_path / "one", 0)
-    assert [number for number, _ in expected] == list(range(3 * BATCHES_PER_EPOCH))
-    for rank in range(2):
-        assert [number for number, _ in losses(tmp_path, rank)] == [number for number, _ in expected]
-        found = [loss for _, loss in losses(tmp_path, rank)]
-        assert found == pytest.approx([loss for _, loss in expected], rel=1e-5)
+    check_goes_on(pool, tmp_path, saved, **options)
 
 
 @pytest.mark.nightly
@@ -129,16 +134,16 @@ def test_lightnings_requeueing_under_slurm_acts_between_two_batches(tmp_path: Pa
 
 
 def fit_that_saves_on_exceptions(folder: Path) -> tuple[int, bool]:
-    keeper = ModelCheckpoint(folder, "on_exception", save_top_k=-1, every_n_epochs=50, save_on_exception=True)
+    keeper = ModelCheckpoint(folder / "kept", "on_exception", save_top_k=-1, every_n_epochs=50, save_on_exception=True)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=PipelineParallelStrategy(num_microbatches=2),
+        strategy=PipelineParallelStrategy(num_microbatches=2, check_first_batches=False),
         max_epochs=3,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[keeper],
+        callbacks=[Losses(folder), keeper],
     )
     try:
         trainer.fit(Regression("SIGTERM", (1,), 2), loader())
@@ -147,8 +152,11 @@ def fit_that_saves_on_exceptions(folder: Path) -> tuple[int, bool]:
     raise AssertionError("the signal has not ended the training")
 
 
-def test_callbacks_that_save_on_exceptions_may_save_where_all_ranks_end(pool: WorkerPool, tmp_path: Path) -> None:
+def test_callbacks_may_save_where_a_signal_ends_all_ranks_and_the_training_goes_on(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     assert pool.run(fit_that_saves_on_exceptions, tmp_path, world_size=2) == [(143, True)] * 2
-    assert len(list(tmp_path.glob("preempted-*.ckpt"))) == 1
-    others = [path for path in tmp_path.iterdir() if not path.name.startswith("preempted")]
-    assert [bool(re.search(r"exception", path.name)) for path in others] == [True], list(tmp_path.iterdir())
+    (saved,) = (tmp_path / "kept").glob("preempted-*.ckpt")
+    others = [path for path in saved.parent.iterdir() if path != saved]
+    assert [bool(re.search(r"exception", path.name)) for path in others] == [True], others
+    check_goes_on(pool, tmp_path, saved)

@@ -34,7 +34,7 @@ def watch():
 ended, stacks = False, []
 thread = threading.Thread(target=watch)
 thread.start()
-end = time.monotonic() + 6
+end = time.monotonic() + 3
 number = 0
 while time.monotonic() < end:
     if number % 1000 == 0:

@@ -246,6 +246,7 @@ def train(limit_gib: float | None, optimizer: str = "AdamW", begins: str = "fit"
         strategy = PipelineParallelStrategy(
             **{"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": "1f1b", **options},
             device_memory_gib=limit_gib,
+            check_first_batches=False,
         )
     module, losses = TableFirst(optimizer, vocabulary), []
 

@@ -11,10 +11,12 @@ from small_models import Blocks
 from torch import Tensor, nn
 
 from lightning_pp.planning.stage_model import assign_stages, record_model
-from lightning_pp.planning.step_plans import StepPlanCache, signature_of
+from lightning_pp.planning.step_plans import StepPlanCache, key_of, signature_of
 from lightning_pp.planning.step_state import AttributesOutsideUnits, StepState, holds_objects
 from lightning_pp.schedule import Placement
 from lightning_pp.split.dry_run.run import DryRun
+from lightning_pp.split.reductions.facts import Facts
+from lightning_pp.split.reductions.recording import EarlierRun
 
 Depth = Callable[[Blocks, Any], int]
 
@@ -40,6 +42,7 @@ class Steps:
             ),
             placement=Placement.interleaved(2),
         )
+        self.record = split.record
         self.cache: StepPlanCache = split.plans
         self.attributes = AttributesOutsideUnits(self.module, split.units)
 
@@ -76,6 +79,101 @@ def test_what_stays_as_it_was_costs_no_run() -> None:
     before = steps.num_runs
     assert [steps.num_blocks(batch, progress) for progress in range(20)] == [2] * 20
     assert steps.num_runs == before
+
+
+def of_start(batch: Tensor) -> Any:
+    return key_of("training_step", [], batch, [])
+
+
+@pytest.mark.parametrize("size", [2, 6])
+def test_the_recording_that_the_model_was_cut_by_serves_the_first_step(size: int) -> None:
+    steps = Steps(lambda module, batch: module.depth)
+    steps.cache.start_with(of_start(torch.zeros(2, 8)), steps.record, with_gradients=True)
+    batch, num_recorded = torch.zeros(size, 8), steps.num_recorded
+    plan = steps.cache.plan(of_start(batch), steps.step(batch), with_gradients=True)
+    assert steps.num_recorded == num_recorded
+    again = steps.cache.record(steps.step(batch), with_gradients=True)
+    assert plan.record.sizes == again.sizes
+    assert [call.flops for call in plan.record.calls] == [call.flops for call in again.calls]
+
+
+@pytest.mark.parametrize("change", ["attribute", "unit", "mode", "frozen"])
+def test_the_recording_that_the_model_was_cut_by_does_not_serve_another_step(change: str) -> None:
+    steps = Steps(lambda module, batch: module.depth)
+    batch, module, frozen = torch.zeros(2, 8), steps.module, []
+    steps.cache.start_with(of_start(batch), steps.record, with_gradients=True)
+    if change == "attribute":
+        module.depth = 4
+    elif change == "unit":
+        module.blocks[0].scale = 2.0
+    elif change == "mode":
+        module.blocks[1].eval()
+    else:
+        frozen = ["blocks.0.weight"]
+    num_recorded = steps.num_recorded
+    key = key_of("training_step", [], batch, frozen)
+    plan = steps.cache.plan(key, steps.step(batch), with_gradients=True)
+    assert steps.num_recorded == num_recorded + 1
+    assert len(plan.record.calls) == module.depth + 1
+
+
+def masked_mean(h: Tensor, batch: Tensor) -> Tensor:
+    mask = batch[:, 0] > 0
+    return (h.sum(-1) * mask).sum() / mask.sum()
+
+
+def weighted(h: Tensor, batch: Tensor) -> Tensor:
+    weights = batch.abs().mean(-1)
+    return (h.mean(-1) * weights).sum() / weights.sum() + 1e-3 * h.square().mean()
+
+
+def with_its_number(h: Tensor, batch: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(h, batch.argmax(-1), reduction="sum") / len(batch)
+
+
+def in_a_loop(h: Tensor, batch: Tensor) -> Tensor:
+    return torch.stack([row.square().sum() for row in h]).mean()
+
+
+@pytest.mark.parametrize("loss", [masked_mean, weighted, with_its_number, in_a_loop])
+def test_reductions_of_a_rehearsal_are_those_of_a_dry_run(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    class Ends(Steps):
+        def step(self, batch: Any, progress: Any = None) -> Callable[[DryRun], Tensor]:
+            def run(dry: DryRun) -> Tensor:
+                self.num_recorded += isinstance(dry, DryRun)
+                h = batch
+                for block in self.module.blocks:
+                    h = block(h)
+                return loss(self.module.head(h), batch)
+
+            return run
+
+    torch.manual_seed(1)
+    small, large = torch.randn(4, 8), torch.randn(8, 8)
+    steps = Ends(lambda *_: 0, first=torch.randn(2, 8))
+    found = []
+    for rehearses in (True, False):
+        facts, earlier, records = Facts(), None, []
+        for batch in (small, large):
+            step = steps.step(batch)
+            plan = steps.cache.plan(signature_of(batch), step, with_gradients=True)
+            num_recorded = steps.num_recorded
+            if rehearses:
+                record = steps.cache.record_of_reductions(plan, step, lambda _: None, earlier, with_gradients=True)
+                assert steps.num_recorded == num_recorded
+            else:
+                record = steps.cache.record(step, with_gradients=True, earlier=earlier)
+            records.append(record)
+            earlier = EarlierRun(record.reductions, 2.0)
+        facts.learn(
+            records[0].reductions,
+            records[1].reductions,
+            2.0,
+            has_dynamic_shapes=any(record.has_dynamic_shapes for record in records),
+        )
+        found.append((facts.by_place, [record.has_dynamic_shapes for record in records]))
+    assert found[0][0]
+    assert found[0] == found[1]
 
 
 def test_an_attribute_is_looked_at_however_often_it_has_changed_nothing() -> None:

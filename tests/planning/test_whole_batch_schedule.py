@@ -50,7 +50,7 @@ class Programs(Callback):
 
 def run(options: dict[str, Any], devices: int = 2) -> tuple[list[Schedule], str]:
     """In a worker: trains two epochs of batches of 5, 5 and 2 samples; the schedules, and what was logged."""
-    strategy = PipelineParallelStrategy(pipeline_parallel_size=devices, **options)
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=devices, **options, check_first_batches=False)
     programs, lines = Programs(), []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

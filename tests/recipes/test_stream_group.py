@@ -83,7 +83,12 @@ def fit(
         accelerator="cpu",
         devices=4,
         strategy=PipelineParallelStrategy(
-            2, data_parallel_size=REPLICAS, num_microbatches=2, schedule="1f1b", unequal_data=unequal_data
+            2,
+            data_parallel_size=REPLICAS,
+            num_microbatches=2,
+            schedule="1f1b",
+            unequal_data=unequal_data,
+            check_first_batches=False,
         ),
         max_steps=steps,
         limit_train_batches=limit,

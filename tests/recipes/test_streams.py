@@ -46,7 +46,9 @@ def fit(folder: Path, num_shards: int, ckpt: str | None = None) -> tuple[Any, An
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=4,
-        strategy=PipelineParallelStrategy(2, data_parallel_size=REPLICAS, num_microbatches=2, schedule="1f1b"),
+        strategy=PipelineParallelStrategy(
+            2, data_parallel_size=REPLICAS, num_microbatches=2, schedule="1f1b", check_first_batches=False
+        ),
         max_epochs=EPOCHS,
         logger=False,
         enable_progress_bar=False,

@@ -231,7 +231,9 @@ def fit(
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=num_ranks,
-        strategy=PipelineParallelStrategy(2, num_microbatches=2, split_batch=cut) if num_ranks > 1 else "auto",
+        strategy=PipelineParallelStrategy(2, num_microbatches=2, split_batch=cut, check_first_batches=False)
+        if num_ranks > 1
+        else "auto",
         max_steps=steps,
         callbacks=[Seen()],
         logger=False,

@@ -30,7 +30,7 @@ def most_receive_buffers(schedule: str, num_microbatches: int) -> int:
         buffers.append(StorageWeakRef(newest.untyped_storage()))
         most = max(most, len(buffers))
 
-    strategy = PipelineParallelStrategy(2, 1, num_microbatches, schedule=schedule)
+    strategy = PipelineParallelStrategy(2, 1, num_microbatches, schedule=schedule, check_first_batches=False)
     torch.manual_seed(1)
     with patch.object(Transport, "_post", count):
         run = trainer(strategy=strategy, max_steps=2)

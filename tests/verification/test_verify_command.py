@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import verified_modules
 from command import Finished, run_forked
 
@@ -15,6 +16,7 @@ def verified(folder: Path, *arguments: str) -> Finished:
     return run_forked([*arguments], folder, module="lightning_pp.cli.verify", timeout_s=200)
 
 
+@pytest.mark.nightly  # by day the module of the tutorial, in tests/docs/test_code_blocks.py
 def test_a_recipe_is_equal(tmp_path: Path) -> None:
     sizes = [
         "data.files=[verified_modules.py]",

@@ -195,9 +195,16 @@ class CutChoice:
         finest = self._recorded_alike(whole, names)
         if finest is None:
             return None
-        names = self._decided(lambda: _cut_in(finest, names, self._cuts_or_none(finest, placement)))
-        finer = self._recorded_alike(whole, names)
+        tried, names = names, self._decided(lambda: self._cut_in(finest, names, placement))
+        finer = finest if names == tried else self._recorded_alike(whole, names)
         return None if finer is None else (finer, names)
+
+    def _cut_in(self, finest: RecordedModel, names: Collection[str], placement: Placement) -> list[str]:
+        """Those of the refined units that a cut falls in; none where cuts inside of all of them are not worth it."""
+        cuts = self._cuts_or_none(finest, placement)
+        if cuts is None or cuts.step_ms > _WORTH_A_REFINEMENT * self._before(placement)[1]:
+            return []
+        return _cut_in(finest, names, cuts)
 
     def _recorded_alike(self, whole: RecordedModel, names: Sequence[str]) -> RecordedModel | None:
         """The refined model, if its step does nothing otherwise on the rank that decides, and can be had on all."""
@@ -310,10 +317,8 @@ def _worth_trying(recording: RecordedModel, slowest: float, placement: Placement
     return names if at_least < _WORTH_A_REFINEMENT * slowest else []
 
 
-def _cut_in(recording: RecordedModel, names: Collection[str], cuts: Cuts | None) -> list[str]:
+def _cut_in(recording: RecordedModel, names: Collection[str], cuts: Cuts) -> list[str]:
     """Those of the refined units that a cut falls in."""
-    if cuts is None:
-        return []
     stages: dict[str, set[int]] = {name: set() for name in names}
     for unit in recording.record.first_calls():
         for name in names:

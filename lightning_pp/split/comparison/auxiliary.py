@@ -1,6 +1,6 @@
 """Auxiliary losses, such as those that balance a mixture of experts: products of means over a microbatch's samples.
 
-A part of a batch is run with the auxiliary losses of the whole in the place of its own. If its loss then adds up, it
+A part of a batch is run with the auxiliary losses of the whole instead of its own. If its loss then adds up, it
 depends on the cut by them alone.
 """
 

@@ -89,13 +89,7 @@ class Seen:
 
 @contextmanager
 def watched(seen: Seen, module: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Around one run of a step: notes what units and the code between them give, and which buffers they write into.
-
-    Args:
-        seen: Gets it.
-        module: The whole model.
-        units: Names and modules of its units.
-    """
+    """Around one run of a step: notes in ``seen`` what units and the code between them give, and written buffers."""
     before = {name: (id(buffer), version_of(buffer)) for name, buffer in module.named_buffers()}
     names = {id(unit): name for name, unit in units.items()}
     times: dict[str, int] = {}

@@ -34,25 +34,17 @@ class Draws:
         self.repeated = ""
         self.permuted: dict[str, int] = {}
 
-    def on_whole(self, stage: int | None, *, is_end: bool = False) -> OperationsMode:
-        """Around the step on the whole, on one stage: notes what is drawn.
+    def around(
+        self, stage: int | None, part: tuple[float, float] | None = None, *, is_end: bool = False
+    ) -> OperationsMode:
+        """Around the step on one stage: notes what is drawn for the whole, or gives a part its rows of that.
 
         Args:
             stage: The stage; None for a rehearsal, in which no unit runs.
-            is_end: Whether it is the run for the end of the batch.
-        """
-        return _Drawing(self, stage, None, is_end)
-
-    def on_part(self, stage: int | None, start: float, length: float, *, is_end: bool = False) -> OperationsMode:
-        """Around the step on a part: gives it its rows of what the whole drew.
-
-        Args:
-            stage: The stage; None for a rehearsal, in which no unit runs.
-            start: Where the part begins, as a share of the whole.
-            length: How much of the whole it is.
+            part: Where the part begins and how long it is, as shares of the whole; None for the whole.
             is_end: Whether it is the run for the end of the batch, on all of it.
         """
-        return _Drawing(self, stage, (0.0, 1.0) if is_end else (start, length), is_end)
+        return _Drawing(self, stage, (0.0, 1.0) if part is not None and is_end else part, is_end)
 
     def note(self, stretch: Stretch, tensor: Tensor) -> None:
         """The whole has drawn ``tensor``."""

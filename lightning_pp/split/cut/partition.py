@@ -81,7 +81,7 @@ def partition_units(
         costs: Cost of every called unit; by default an estimate (:func:`estimate_unit_costs`).
         rank_speeds: For each rank how fast it is, compared with the others; by default all alike.
         memory: What units hold and ranks may hold; None for no limit.
-        even_stages: Whether stages are made alike (:func:`even_starts`), whatever ranks with several of them come to.
+        even_stages: Whether stages are made alike (:func:`even_starts`), even if that makes ranks unequal.
 
     Raises:
         ConfigurationError: There are fewer units than stages, nothing fits the memory limit, or ``split_points``

@@ -180,13 +180,7 @@ def stage_costs(
 ) -> StageCosts:
     """What the stages cost that the units make.
 
-    Args:
-        costs: Unit name to cost.
-        stage_of_unit: Unit name to stage.
-        speeds_of_stages: How fast each stage's rank is; its number is that of stages.
-        p2p: As in :class:`StageCosts`.
-        held_after_forward: Likewise.
-        held_after_input: Likewise.
+    ``speeds_of_stages`` is how fast each stage's rank is; the last three are those of :class:`StageCosts`.
     """
     sums = [[0.0, 0.0, 0.0] for _ in speeds_of_stages]
     for unit, cost in costs.items():

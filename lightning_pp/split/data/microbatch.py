@@ -226,11 +226,6 @@ def split_batch(batch: Any, num_microbatches: int, batch_dim: BatchDim = None) -
 def first_samples(batch: Any, number: int, batch_dim: BatchDim = None) -> Microbatch:
     """The first samples of ``batch``, a slice of it as :func:`split_batch` makes them.
 
-    Args:
-        batch: The batch.
-        number: How many of its samples, at least 1.
-        batch_dim: As of :func:`split_batch`.
-
     Raises:
         BatchError: As :func:`split_batch` says.
         ConfigurationError: The batch has fewer, or its samples cannot be counted.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_pp.errors import BatchError, add_note
+from lightning_pp.errors import BatchError
 from lightning_pp.split.data.microbatch import (
     BatchDim,
     batch_size_of,
@@ -59,7 +57,7 @@ def refuse_row_references(batch: Any, num_samples: int, num_microbatches: int, b
                 f"seem to refer to rows of others: {place}, of shape {tuple(tensor.shape)}, {finding}. Cutting the "
                 f"tensors of {num_samples} rows into {num_microbatches} microbatches would break such references, "
                 "since the others go whole to each microbatch. Give PipelineParallelStrategy(split_batch=...) a "
-                f"function that cuts such a batch, or set num_microbatches=1.{_other_dims(batch, batch_dim)}"
+                f"function that cuts such a batch, or set num_microbatches=1.{other_dims(batch, batch_dim)}"
             )
 
 
@@ -108,7 +106,7 @@ def _names_rows(tensor: Tensor, num_samples: int, num_microbatches: int) -> bool
     return least >= 0 and -(-num_samples // num_microbatches) <= most < num_samples
 
 
-def _other_dims(batch: Any, batch_dim: BatchDim) -> str:
+def other_dims(batch: Any, batch_dim: BatchDim) -> str:
     """What to do where samples lie along another dimension than 0; empty if no other has as many entries."""
     number, named = batch_size_of(batch, batch_dim), dims_of_samples(batch, batch_dim)
     texts, found = [], []
@@ -123,24 +121,3 @@ def _other_dims(batch: Any, batch_dim: BatchDim) -> str:
         f" If the samples of {' and of '.join(texts)} lie along another dimension than 0, give "
         f"PipelineParallelStrategy(batch_dim={{{', '.join(found)}}})."
     )
-
-
-@contextmanager
-def lengths_noted(batch: Any, num_microbatches: int, batch_dim: BatchDim) -> Iterator[None]:
-    """Adds to an exception raised within how a batch was cut, if that may be the cause."""
-    try:
-        yield
-    except Exception as error:
-        if num_microbatches > 1:
-            named, text = dims_of_samples(batch, batch_dim), _other_dims(batch, batch_dim)
-            lengths = {place: len(each) for place, each in placed_tensors(batch).items() if id(each) not in named}
-            if len(set(lengths.values())) > 1:
-                text = (
-                    f"There its tensors differ in length: {described(lengths)}. Tensors of the most frequent length "
-                    "were cut. The others went whole to every microbatch. If rows refer to each other, give "
-                    f"PipelineParallelStrategy(split_batch=...).{text}"
-                )
-            if text:
-                cut = f"The batch was cut into {num_microbatches} microbatches along dimension 0."
-                add_note(error, f"{cut} {text.lstrip()}")
-        raise

@@ -99,9 +99,7 @@ def entries_of(tree: Any, place: str, _around: tuple[int, ...] = ()) -> Iterator
     Goes into the attributes of objects too, which :func:`map_leaves` takes for leaves; an object that holds itself is
     met once.
 
-    Args:
-        tree: What to walk.
-        place: The place of ``tree`` itself.
+    ``place`` is that of ``tree`` itself.
     """
     if id(tree) in _around:
         return

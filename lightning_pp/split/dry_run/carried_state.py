@@ -55,22 +55,18 @@ def rebound(before: list[Left], module: nn.Module) -> list[Left]:
 
 
 class LeftTensors:
-    """The tensors that a step has left on the module and that hang on its batch, marked for a second run.
+    """The tensors that a step has left on the module and that depend on its batch, marked for a second run.
 
     Numbers are not among them: what steps make of those (a running mean) moves by the batch's mean.
-
-    Args:
-        left: What the step has left.
-        hangs_on_batch: Whether a tensor was made of the batch, or of weights.
     """
 
-    def __init__(self, left: list[Left], hangs_on_batch: Callable[[Tensor], bool]) -> None:
+    def __init__(self, left: list[Left], depends_on_batch: Callable[[Tensor], bool]) -> None:
         self._left: dict[Source, Left] = {}
         self._marked: list[Tensor] = []
         self.by_storage: dict[int, frozenset[Source]] = {}
         for each in left:
             for tensor in tensors_of(each.value):
-                if tensor.numel() > 1 and hangs_on_batch(tensor):
+                if tensor.numel() > 1 and depends_on_batch(tensor):
                     self._left[each.source] = each
                     self._marked.append(tensor)
                     set_sources(tensor, {each.source})

@@ -22,8 +22,7 @@ from lightning_pp.split._torch_private import (
 )
 from lightning_pp.split.dry_run.drawn_values import DrawnValues
 from lightning_pp.split.dry_run.memory_watch import MemoryWatch
-from lightning_pp.split.fakes.fake_mode import FakeValueMode, NeedsDataError
-from lightning_pp.split.fakes.made_up_data import MadeUpData
+from lightning_pp.split.fakes.fake_mode import FakeValueMode, MadeUpData, NeedsDataError
 from lightning_pp.split.fakes.operation_work import work_of
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 from lightning_pp.split.record.source_lines import user_line
@@ -57,20 +56,6 @@ class ValueRead:
     num_calls_before: int
 
 
-@dataclass
-class Look:
-    """Code outside any unit hangs on a value that the step was given.
-
-    Attributes:
-        num_calls_before: Unit calls before it.
-        is_in_python: Whether Python looks at the value (``mask.all()``), which may decide what is called; otherwise a
-            shape hangs on it (``x[mask]``).
-    """
-
-    num_calls_before: int
-    is_in_python: bool
-
-
 class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
     """Carries the sources of values from inputs to outputs of every operation.
 
@@ -93,7 +78,8 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         call_reads_data: Whether the running call has looked at a value of a fake.
         call_looks: Whether it has looked at a value that the step was given, or made a shape of it.
         value_reads: Where inter-unit code did.
-        looks: Where inter-unit code looked at values that the step was given.
+        looks_in_python: Whether Python looked at such a value in inter-unit code (``mask.all()``).
+        shapes_of_values: Before which unit calls, by number, inter-unit code made shapes of such values (``x[mask]``).
         num_looks: How often it looked at values, those of constants among them.
         edited: Unit outputs, and results of operations between units, that code after them writes into.
         inter_unit_draws: Calls after which inter-unit code draws random numbers, up to the next; -1: before the first.
@@ -121,7 +107,8 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         self.call_reads_data = False
         self.call_looks = False
         self.value_reads: list[ValueRead] = []
-        self.looks: list[Look] = []
+        self.looks_in_python = False
+        self.shapes_of_values: set[int] = set()
         self.num_looks = 0
         self.edited: set[Value] = set()
         self.inter_unit_draws: set[int] = set()
@@ -153,14 +140,12 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         self._inter_unit_memory: set[int | None] = set()
         # what the step has made of nothing that it was given: the same for all batches of the same shapes
         self._constants: set[int | None] = set()
-        # what hangs on neither the batch nor weights: constants, and what is made of the module's buffers
+        # what depends on neither the batch nor weights: constants, and what is made of the module's buffers
         self._without_batch: set[int | None] = set(own_memory)
         self._contents_before: list[tuple[Tensor, Tensor]] = []
         self._parameters: dict[Tensor, str] = {}
         self._names_of_storages: dict[int | None, str] = {}
         self._updates: dict[str, set[str]] = {}
-        # real tensors that come from numbers that inter-unit code drew; a mark on them would be lost in views
-        self._drawn: set[int | None] = set()
         self.drawn_values = DrawnValues()
 
     def watch_parameters(self, fake_parameters: FakeParameters) -> None:
@@ -227,7 +212,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         """Whether the value of ``tensor`` depends on weights, so that a stage may not have it."""
         return is_fake(tensor) or bool(self.sources_of(tensor))
 
-    def hangs_on_batch(self, tensor: Tensor) -> bool:
+    def depends_on_batch(self, tensor: Tensor) -> bool:
         """Whether the value of ``tensor`` was made of the batch, or of weights."""
         return self.is_missing(tensor) or storage_of(tensor) not in self._without_batch
 
@@ -335,8 +320,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
             self._note_memory(func, inputs, result)
             self._note_policy(func, args, kwargs, result, 0)
-            if self.call is None and self.inter_unit_draws:
-                self._note_drawn(func, inputs, result)
+            self.branches_at_random |= func is _ITEM and drawn is not None and self.call is None
             self.drawn_values.note(drawn, result)
             if is_mutable and self.call is not None:
                 self._note_edits_by_unit(func, args, kwargs)
@@ -355,8 +339,8 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         flops = self._count_work(func, args, kwargs, result, inputs)
         self.drawn_values.note(drawn, result)
         self._note_product(func, args, result)
-        if func is _REPEAT:
-            self._note_repeated(args[0], result)
+        if func is _REPEAT and (storage := storage_of(result)) is not None:
+            self._repeated[storage] = (self.sources_of(args[0]), result.untyped_storage())
         produced: frozenset[Source] = frozenset({Inside(self.call.index)}) if self.call is not None else sources
         for tensor in tree_leaves(result):
             # from fakes comes something real only if it does not depend on them
@@ -367,11 +351,6 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         if is_mutable:
             self._note_writes(func, *given, produced)
         return result
-
-    def _note_repeated(self, source: Tensor, result: Tensor) -> None:
-        storage = storage_of(result)
-        if storage is not None:
-            self._repeated[storage] = (self.sources_of(source), result.untyped_storage())
 
     def _weights_of(self, tensor: Tensor) -> frozenset[Source]:
         """Where the weights of a norm come from."""
@@ -457,10 +436,12 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         self.num_looks += bool(there) and self.call is None
 
     def _note_look(self, is_in_python: bool) -> None:
-        if self.call is None:
-            self.looks.append(Look(self.num_calls, is_in_python))
-        else:
+        if self.call is not None:
             self.call_looks = True
+        elif is_in_python:
+            self.looks_in_python = True
+        else:
+            self.shapes_of_values.add(self.num_calls)
 
     def _note_memory(self, func: Any, inputs: list[Tensor], result: Any) -> None:
         """What an operation returns that is no view of what it was given lies in memory of the step's own."""
@@ -485,18 +466,6 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.keep(tensors, self.call.memory.saved_by_policy)
         self.call.flops_saved_by_policy += flops
-
-    def _note_drawn(self, func: Any, inputs: list[Tensor], result: Any) -> None:
-        """Follows what inter-unit code draws, to see whether the way of the step hangs on it."""
-        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
-        if not is_drawn and self._drawn.isdisjoint(map(storage_of, inputs)):
-            return
-        if func is _ITEM:
-            self.branches_at_random = True
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._drawn.add(storage_of(tensor))
-                self._kept_alive.append(tensor)
 
     def _keep_contents(self, func: Any, args: Any, kwargs: Any) -> None:
         for tensor in _written_by(func, args, kwargs):

@@ -28,11 +28,7 @@ class DrawnValues:
     def found_in(self, func: Any, inputs: list[Tensor], num_calls: int, unit_call: int | None) -> int | None:
         """Before an operation: the earliest draw that it works with; None for none.
 
-        Args:
-            func: The operation.
-            inputs: The tensors that it is given.
-            num_calls: Unit calls so far.
-            unit_call: Index of the unit call that is running; None between units.
+        ``num_calls`` unit calls have come so far; ``unit_call`` is the one that is running, None between units.
         """
         found: int | None = None
         if self._drawn_after:

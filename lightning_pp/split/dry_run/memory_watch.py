@@ -59,13 +59,16 @@ class MemoryWatch:
         if storage not in self._numbers:
             self._numbers[storage] = self._next
             self._next += 1
-            kept = tensor if is_fake(tensor) else tensor.detach()
-            if self._of_call is None or is_fake(tensor):
-                self._kept.append(kept)
-            else:
-                self._of_call.append(storage)
-                self._kept_for_call.append(kept)
+            self._keep(tensor if is_fake(tensor) else tensor.detach(), storage)
         return self._numbers[storage]
+
+    def _keep(self, tensor: Tensor, storage: int) -> None:
+        """Keeps ``tensor`` as long as its memory must not be given out again."""
+        if self._of_call is None or is_fake(tensor):
+            self._kept.append(tensor)
+        else:
+            self._of_call.append(storage)
+            self._kept_for_call.append(tensor)
 
     def unite(self, tensor: Tensor, with_: Tensor) -> int | None:
         """Makes ``tensor``, a copy for the sake of the record, count as the memory of ``with_``."""
@@ -105,14 +108,10 @@ class MemoryWatch:
             self._is_in_one_piece = before
 
     def note_fake(self, fake: Tensor, real: Tensor) -> None:
-        """Notes that ``real``, made-up data for the time of a call, is used in the place of ``fake``."""
-        is_trainable, storage = self.is_weight(fake), storage_of(real)
-        if is_trainable is None or storage is None or self._of_call is None or storage in self._numbers:
-            return
-        self._weights[storage] = is_trainable
-        self._numbers[storage] = None
-        self._of_call.append(storage)
-        self._kept_for_call.append(real)
+        """Notes that ``real``, made-up data for the time of a call, is used instead of ``fake``."""
+        is_trainable = self.is_weight(fake)
+        if is_trainable is not None and self._of_call is not None and storage_of(real) not in self._numbers:
+            self.note_weight(real, is_trainable)
 
     def is_weight(self, tensor: Tensor) -> bool | None:
         """Whether ``tensor`` lies in a parameter, or in a copy of one in another dtype, and if so whether it learns."""
@@ -125,11 +124,7 @@ class MemoryWatch:
         if storage is not None:
             self._weights[storage] = is_trainable
             self._numbers[storage] = None
-            if self._of_call is None or is_fake(tensor):
-                self._kept.append(tensor)
-            else:
-                self._of_call.append(storage)
-                self._kept_for_call.append(tensor)
+            self._keep(tensor, storage)
 
     def release(self) -> None:
         """Lets go of all tensors."""

@@ -23,8 +23,7 @@ from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers, 
 from lightning_pp.split.dry_run.data_flow import DataFlow
 from lightning_pp.split.dry_run.gradient_flow import gradient_sources, values_reached
 from lightning_pp.split.dry_run.memory_watch import GraphReader, MemoryWatch
-from lightning_pp.split.fakes.fake_mode import NeedsDataError
-from lightning_pp.split.fakes.made_up_data import AsFake, MadeUpData
+from lightning_pp.split.fakes.fake_mode import AsFake, MadeUpData, NeedsDataError
 from lightning_pp.split.fakes.parameters import FakeParameters, has_data, is_fake
 from lightning_pp.split.head.parts import HeadPart, whole_units
 from lightning_pp.split.head.recorded_heads import SplitHeads
@@ -53,6 +52,7 @@ from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, numbers
 from lightning_pp.split.unit_calls.checkpointed_regions import never_run_again
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
 from lightning_pp.split.unit_calls.endless import UnitsCalled
+from lightning_pp.split.unit_calls.interception import UnitCalls
 from lightning_pp.split.unit_calls.operations import OperationCalls
 from lightning_pp.split.unit_calls.python_reads import PythonReads
 from lightning_pp.split.unit_calls.selective_policy import Policy
@@ -143,9 +143,9 @@ class DryRun:
         # the end of the step may fail on a part of the batch, since it runs on all of it; what it does there, if known
         self.end_may_fail = False
         self.end_of_batch: StepRecord | None = None
-        # which checkpointed region the running code is in; set by whoever intercepts unit calls
-        self.running_region: Callable[[], int | None] = lambda: None
-        self.num_regions: Callable[[], int] = lambda: 0
+        self._unit_calls = UnitCalls(units)
+        self._regions = self._unit_calls.regions
+        self._regions.watching = self._region_noted
         self._end_data = ExitStack()
         self._own_parameters = {
             name: frozenset(
@@ -169,7 +169,7 @@ class DryRun:
 
     @contextmanager
     def recording(self, module: nn.Module) -> Iterator[None]:
-        """Around the user's step: watches every operation."""
+        """Around the user's step: watches every operation, and every call of a unit."""
         self._held = [*module.buffers()]
         for child in module.modules():
             self._held += [value for value in child.__dict__.values() if isinstance(value, Tensor)]
@@ -184,7 +184,8 @@ class DryRun:
                 if self._num_calls == 0:
                     self._make_up_the_end()
                 self._start_inter_unit(-1)
-                yield
+                with self._unit_calls.handled_by(self._on_call):
+                    yield
         finally:
             flow.restore()  # after a failure as well, for the step may be tried again
 
@@ -228,9 +229,9 @@ class DryRun:
         """Whether the step has written into memory that it did not make."""
         return self._flow.edits_batch
 
-    def hangs_on_batch(self, tensor: Tensor) -> bool:
+    def depends_on_batch(self, tensor: Tensor) -> bool:
         """Whether the value of ``tensor`` was made of the batch, or of weights."""
-        return self._flow.hangs_on_batch(tensor)
+        return self._flow.depends_on_batch(tensor)
 
     def again(self, sources: Mapping[int, frozenset[Source]]) -> DryRun:
         """A recording of one more run, in which memories that this one has left have ``sources``."""
@@ -250,12 +251,12 @@ class DryRun:
         """Records that the step may depend on how far the training is."""
         self.record.reads_progress = True
 
-    def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one unit on fakes and records it; a head that is cut into parts gives logits that nobody computes."""
         if unit in self._heads:
             found = (self._flow.sources_of(tensor) for tensor in tensors_of((args, kwargs)))
             sources = frozenset(map(Parameter, self._own_parameters[unit])).union(*found)
-            return self._heads.called(unit, args, kwargs, sources, in_region=self.running_region() is not None)
+            return self._heads.called(unit, args, kwargs, sources, in_region=self._regions.running is not None)
         _check_may_be_called(unit, args, kwargs)
         self._units_called.note(unit)
         self._end_inter_unit()
@@ -266,7 +267,7 @@ class DryRun:
         self._note_given(call, args, kwargs)
         call.tracks_gradients = torch.is_grad_enabled()
         call.differentiated = values_reached((args, kwargs), self._marker_nodes)
-        call.region = self.running_region()
+        call.region = self._regions.running
         call.shapes, call.numbers = shapes_of(*given), numbers_of(*given)
         self._flow.call_looks = False
         marked = self._run_and_mark(call, original, args, kwargs)
@@ -306,10 +307,10 @@ class DryRun:
         while True:
             flow.call, flow.own_parameters = call, self._own_parameters[call.unit]
             try:
-                num_regions = self.num_regions()
+                num_regions = self._regions.num_regions
                 with self._computing(call.unit):
                     result = self._run(call, lambda: original(*args, **kwargs), side_effects)
-                call.num_regions_inside = self.num_regions() - num_regions
+                call.num_regions_inside = self._regions.num_regions - num_regions
                 flow.need(leaf for leaf in tensors_of(result) if passed_on.position_of(leaf) is None)
             finally:
                 flow.call, flow.own_parameters = None, frozenset()
@@ -434,8 +435,10 @@ class DryRun:
         """Notes what may decide, besides shapes, which units are called and with what."""
         self._end_inter_unit()
         calls = self.record.calls
-        self.record.depends_on_batch_values = any(call.looks_at is not None for call in calls) or any(
-            look.is_in_python or look.num_calls_before < len(calls) for look in self._flow.looks
+        self.record.depends_on_batch_values = (
+            any(call.looks_at is not None for call in calls)
+            or self._flow.looks_in_python
+            or any(num_calls < len(calls) for num_calls in self._flow.shapes_of_values)
         )
         self.record.num_looks = self._flow.num_looks
         self.record.weights_of_float32_norms = frozenset(self._flow.weights_of_float32_norms)
@@ -443,7 +446,7 @@ class DryRun:
         self.record.inter_unit_draws = InterUnitDraws(after, in_python=bool(self._draws_in_python))
         self.record.drawn_uses = self._flow.drawn_values.uses
         # what Python does with numbers of its own generators cannot be seen
-        self.record.has_dynamic_shapes = any(not look.is_in_python for look in self._flow.looks)
+        self.record.has_dynamic_shapes = bool(self._flow.shapes_of_values)
         self.record.may_branch_at_random = bool(self._draws_in_python) or self._flow.branches_at_random
 
     def merge_all(self) -> None:
@@ -567,7 +570,7 @@ class DryRun:
 
         with without_dispatch_modes():
             marked = map_leaves(mark_returned, result)
-            # not None in the place of leaves: some containers leave such entries out
+            # leaves become 0, not None: some containers leave out entries that are None
             call.output = None if isinstance(result, Tensor) else map_leaves(lambda _: 0, result)
         call.side_effects.extend(side_effects.side_effects(mark_left, passed_on.position_of))
         return marked
@@ -633,7 +636,7 @@ class DryRun:
             yield
 
     @contextmanager
-    def region_noted(self) -> Iterator[None]:
+    def _region_noted(self) -> Iterator[None]:
         """Notes what runs again of a region that a unit checkpoints: all until autograd would keep something last."""
         call = self._flow.call
         if call is None or not torch.is_grad_enabled():

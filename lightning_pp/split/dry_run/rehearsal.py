@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pp.split.dry_run.gradient_flow import values_reached
-from lightning_pp.split.fakes.made_up_data import MadeUpData
+from lightning_pp.split.fakes.fake_mode import MadeUpData
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.head.deferred_logits import WholeHeadError, deferred
 from lightning_pp.split.head.parts import parts_in
@@ -105,11 +105,7 @@ def rehearse(
 
 
 class _Gradients:
-    """Follows from which values gradients would come in a rehearsal.
-
-    Args:
-        record: What flowed when the step was recorded.
-    """
+    """Follows from which values gradients would come in a rehearsal of the step of ``record``."""
 
     def __init__(self, record: StepRecord) -> None:
         self._record = record

@@ -28,7 +28,6 @@ from lightning_pp.split.reductions.recording import EarlierRun, ReductionRecorde
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.split.side_effects.module_state import preserved_state
 from lightning_pp.split.unit_calls.compilation import uncompiled
-from lightning_pp.split.unit_calls.interception import UnitCalls
 from lightning_pp.split.unit_calls.selective_policy import Policy
 
 __all__ = ["DryRun", "dry_run"]
@@ -203,10 +202,7 @@ def _attempt(
         stack.enter_context(convertible_fakes())
         stack.enter_context(attempts_untold())
 
-        unit_calls = UnitCalls(units)
-        run.running_region, run.num_regions = unit_calls.running_region, unit_calls.num_regions
-        unit_calls.watch_regions(run.region_noted)
-        with run.recording(module), unit_calls.handled_by(run.on_call), recorder, run.operations:
+        with run.recording(module), recorder, run.operations:
             result = step(run)
         run.finish(result, with_gradients)
         changed = changes()
@@ -220,7 +216,7 @@ def _attempt(
         def left() -> list[Left]:
             return [*(Left(*change) for change in changes()), *rebound(buffers, module)]
 
-        record.carried = _carried(run, step, module, units, left)
+        record.carried = _carried(run, step, module, left)
     return record
 
 
@@ -228,19 +224,16 @@ def _carried(
     first: DryRun,
     step: Callable[[DryRun], Any],
     module: nn.Module,
-    units: Mapping[str, nn.Module],
     left: Callable[[], list[Left]],
 ) -> tuple[CarriedState, ...]:
     """What the ``first`` run has left on the module and a second one uses."""
-    tensors = LeftTensors(left(), first.hangs_on_batch)
+    tensors = LeftTensors(left(), first.depends_on_batch)
     if not tensors:
         return ()
     run = first.again(tensors.by_storage)
-    unit_calls = UnitCalls(units)
-    run.running_region, run.num_regions = unit_calls.running_region, unit_calls.num_regions
     try:
         # a step that fails here says what it has used so far
-        with suppress(Exception), run.recording(module), unit_calls.handled_by(run.on_call):
+        with suppress(Exception), run.recording(module):
             run.need_at_end(step(run))
         run.need_at_end(tensors.made_anew(left()))
         run.merge_all()

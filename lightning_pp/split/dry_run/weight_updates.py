@@ -48,12 +48,7 @@ def updates_by(name: str, function: Callable[[], Any], module: nn.Module, fake_p
 
 
 class RepeatedUpdates:
-    """The updates of a step that runs once for each microbatch, and has to make them once for the batch.
-
-    Args:
-        fake_parameters: Knows all parameters.
-        names: Canonical names of the parameters that the step writes into.
-    """
+    """The updates of a step that runs once for each microbatch, and has to make them once for the batch."""
 
     def __init__(self, fake_parameters: FakeParameters, names: Iterable[str]) -> None:
         self._fake_parameters = fake_parameters

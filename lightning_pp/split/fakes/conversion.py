@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pp.split._torch_private import convert, parameters_of, replaced_module_apply, set_parameters
+from lightning_pp.split._torch_private import parameters_of, replaced_module_apply
 from lightning_pp.split.fakes.parameters import is_fake
-
-Apply = Callable[..., nn.Module]
 
 
 def convertible_fakes() -> AbstractContextManager[None]:
@@ -21,29 +19,19 @@ def convertible_fakes() -> AbstractContextManager[None]:
     Torch swaps the two tensors in place there, which it refuses for any tensor that something refers to weakly. Here a
     converted parameter takes the place of the fake in its module, and one that is as it should be stays.
     """
-    return replaced_module_apply(_converting)
+    return replaced_module_apply(_apply)
 
 
-def _converting(original: Apply) -> Apply:
-    def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        if recurse:
-            for child in module.children():
-                convert(child, function)
-        parameters = parameters_of(module)
-        if not any(is_fake(parameter) for parameter in parameters.values()):
-            original(module, function, recurse=False)
-            return module
-        set_parameters(module, {key: value for key, value in parameters.items() if not is_fake(value)})
-        try:
-            original(module, function, recurse=False)
-            real = parameters_of(module)
-        finally:
-            set_parameters(module, parameters)
-        for key, parameter in parameters.items():
-            parameters[key] = _converted(parameter, function) if is_fake(parameter) else real[key]
-        return module
-
-    return apply
+def _apply(original: Callable[..., Any], module: nn.Module, function: Callable[[Tensor], Tensor]) -> nn.Module:
+    parameters = parameters_of(module)
+    fakes = {key: parameter for key, parameter in parameters.items() if is_fake(parameter)}
+    parameters.update(dict.fromkeys(fakes))
+    try:
+        original(module, function, recurse=False)
+    finally:
+        parameters.update(fakes)
+    parameters.update({key: _converted(parameter, function) for key, parameter in fakes.items()})
+    return module
 
 
 def _converted(parameter: Any, function: Callable[[Tensor], Tensor]) -> Any:

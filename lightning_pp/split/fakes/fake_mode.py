@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightning_pp.split._torch_private import (
     NOT_FAKEABLE,
     FakeTensor,
     FakeTensorMode,
+    OperationsMode,
     schema_of,
     tree_flatten,
     tree_map,
@@ -26,6 +28,7 @@ from lightning_pp.split._torch_private import (
 )
 from lightning_pp.split.fakes.known_results import KnownResults
 from lightning_pp.split.record.source_lines import user_line
+from lightning_pp.split.record.sources import storage_of
 
 
 class NeedsDataError(SplitError):
@@ -71,18 +74,15 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A fake mode that finds out the shapes that follow from real inputs, such as masks, by trying.
 
     It is never entered by hand: with ``allow_non_fake_inputs`` an operation touches it only if an argument is fake.
-
-    Attributes:
-        known: What operations gave before.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.cache_enabled = False  # torch's: a third of the time of an operation that is not in ``known``
+        self.cache_enabled = False  # torch's: a third of the time of an operation that is not known
         self._depth = 0
         self._makes_up = False
         self._refuses_edits = False
-        self.known = KnownResults()
+        self._known = KnownResults(self)
 
     @property
     def refuses_edits(self) -> bool:
@@ -142,19 +142,13 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 is_written = argument.alias_info is not None and argument.alias_info.is_write
                 if is_written and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
                     raise LostEditError(str(func), value, user_line())
-        key = self.known.key(self, func, args, kwargs)
-        found = None if key is None else self.known.find(self, key, args)
-        if found is not None:
-            return found
+        # torch takes a fake addmm apart, which costs five times as much as a product of the same shape
+        has_bias = func is torch.ops.aten.addmm.default and not kwargs
+        operation, operands = (torch.ops.aten.mm.default, args[1:]) if has_bias else (func, args)
+        run = partial(super().__torch_dispatch__, operation, types, operands, kwargs)
         self._depth += 1
         try:
-            # torch takes a fake addmm apart, which costs five times as much as a product of the same shape
-            has_bias = func is torch.ops.aten.addmm.default and not kwargs
-            run, operands = (torch.ops.aten.mm.default, args[1:]) if has_bias else (func, args)
-            given = super().__torch_dispatch__(run, types, operands, kwargs)
-            if key is not None and not self.known.has(key):
-                self.known.add(self, key, func, args, kwargs, given)
-            return given
+            return self._known.result_of(func, args, kwargs, run)
         except NOT_FAKEABLE as error:
             failure = error
         finally:
@@ -165,7 +159,7 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Runs ``func`` on several contents of the fakes; if the shapes agree they do not depend on them."""
         attempts = []
         try:
-            for fill in (torch.zeros, torch.ones, MadeUp()):
+            for fill in (torch.zeros, torch.ones, MadeUpData().content):
                 given = tree_map(lambda leaf, fill=fill: _filled(leaf, fill), (args, kwargs))
                 attempts.append(tree_flatten(func(*given[0], **given[1])))
         except Exception:
@@ -193,27 +187,56 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
 
-class MadeUp:
-    """Arbitrary data that most operations accept: floats in (0, 1), so that logarithms exist, integers of 0 and 1.
+class MadeUpData:
+    """Substitutes real tensors for fakes: the same one every time, and one memory for its views.
+
+    Their content is arbitrary, of a kind that most operations accept: floats in (0, 1), so that logarithms exist, and
+    integers of 0 and 1.
 
     Args:
         seed: Seed of generators of its own; the global ones are left alone.
-        signed: Whether floats are of both signs and any size, for code that asks.
+        signed: Whether floats are of both signs and any size.
     """
 
     def __init__(self, seed: int = 0, *, signed: bool = False) -> None:
+        self.is_signed = signed
         self._seed = seed
-        self._rand = torch.randn if signed else torch.rand
         self._generators: dict[torch.device, torch.Generator] = {}
+        # the fake is kept as well, for its memory must not be given to another
+        self._memories: dict[tuple[int | None, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def content(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor of the given shape and dtype on ``device``."""
         generator = self._generators.get(device)
         if generator is None:
             generator = self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         if dtype.is_floating_point or dtype.is_complex:
-            return self._rand(tuple(shape), generator=generator, device=device).to(dtype)
+            draw = torch.randn if self.is_signed else torch.rand
+            return draw(tuple(shape), generator=generator, device=device).to(dtype)
         return torch.randint(0, 2, tuple(shape), generator=generator, device=device).to(dtype)
+
+    def real(self, leaf: Any) -> Any:
+        """``leaf``, or the real tensor in place of a fake one."""
+        if not isinstance(leaf, FakeTensor):
+            return leaf
+        key = (storage_of(leaf), leaf.dtype)
+        if key not in self._memories:
+            count = leaf.untyped_storage().nbytes() // leaf.dtype.itemsize
+            self._memories[key] = (leaf, self.content((count,), dtype=leaf.dtype, device=leaf.device))
+        return self._memories[key][1].as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+
+
+class AsFake(OperationsMode):  # type: ignore[no-untyped-call]
+    """Within, operations on real tensors give fakes; autograd, which is above, connects the two."""
+
+    def __init__(self, mode: FakeValueMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs one operation with its first argument faked."""
+        first = args[0] if isinstance(args[0], FakeTensor) else self._mode.from_tensor(args[0].detach())
+        return func(first, *args[1:], **kwargs)
 
 
 def _filled(leaf: Any, fill: Callable[..., Tensor]) -> Any:

@@ -8,14 +8,21 @@ Whatever is unusual is left to torch.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_pp.split._torch_private import FakeTensor, FakeTensorMode, OpOverload, dispatch_keys_of, schema_of
+from lightning_pp.split._torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    arg_tree_leaves,
+    dispatch_keys_of,
+    schema_of,
+)
 from lightning_pp.split.record.sources import storage_of
 
 _MOST_RESULTS = 4096
@@ -58,60 +65,42 @@ class _Layout:
         return FakeTensor(mode, meta, self.device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """What an operation gives.
-
-    Attributes:
-        layouts: Of the tensors; None: its first argument, which it edits in place.
-        container: What they are in; None for a single tensor.
-    """
-
-    layouts: tuple[_Layout, ...] | None
-    container: type[list[Any]] | type[tuple[Any, ...]] | None = None
+_FIRST_ARGUMENT = object()
+"""In the place of layouts: the operation edits its first argument in place, and gives that."""
 
 
 class KnownResults:
     """Remembers what operations gave on the fakes of one mode."""
 
-    def __init__(self) -> None:
-        # None: an operation whose result cannot be made from this
-        self._results: dict[Hashable, _Result | None] = {}
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        # a layout, a list or tuple of them, or _FIRST_ARGUMENT; None: a result that cannot be made anew
+        self._results: dict[Hashable, Any] = {}
 
-    @staticmethod
-    def key(mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
-        """All that the result depends on, as it is before the operation runs; None where that cannot be told."""
-        key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-        if not _describe(mode, args, key):
-            return None
-        if kwargs:
-            key += kwargs
-            if not _describe(mode, kwargs.values(), key):
-                return None
-        return tuple(key)
-
-    def has(self, key: Hashable) -> bool:
-        """Whether :meth:`add` was called with ``key``, though its result may be none that can be made anew."""
-        return key in self._results
-
-    def find(self, mode: FakeTensorMode, key: Hashable, args: Sequence[Any]) -> Any:
-        """What the operation of that key gives, made anew; None if it has to be asked."""
-        result = self._results.get(key)
-        if result is None:
-            return None
-        layouts = result.layouts
-        if layouts is None:
+    def result_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        """What ``run``, which runs the operation ``func``, gives: made anew if that is known."""
+        key = self._key(func, args, kwargs)
+        known = None if key is None else self._results.get(key)
+        if known is None:
+            given = run()
+            if key is not None and key not in self._results:
+                self._add(key, func, args, kwargs, given)
+            return given
+        if known is _FIRST_ARGUMENT:
             return args[0]
-        if result.container is None:
-            return layouts[0].fake(mode, args[0])
-        return result.container([layout.fake(mode, args[0]) for layout in layouts])
+        if type(known) is _Layout:
+            return known.fake(self._mode, args[0] if args else None)
+        return type(known)([layout.fake(self._mode, args[0] if args else None) for layout in known])
 
-    def add(
-        self, mode: FakeTensorMode, key: Hashable, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Any
-    ) -> None:
-        """Remembers that the operation of that key gave ``given``."""
+    def _key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
+        """All that the result depends on, as it is before the operation runs; None where that cannot be told."""
+        key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
+        is_known = _describe(self._mode, args, key) and _describe(self._mode, kwargs.values(), key)
+        return tuple(key) if is_known else None
+
+    def _add(self, key: Hashable, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Any) -> None:
         result = _result(func, args, kwargs, given)
-        if result is not None and result.layouts is None and self.key(mode, func, args, kwargs) != key:
+        if result is _FIRST_ARGUMENT and self._key(func, args, kwargs) != key:
             result = None  # it did not leave its argument in the shape in which it was
         if len(self._results) >= _MOST_RESULTS:  # a number that is another one each time, perhaps
             self._results.clear()
@@ -149,7 +138,8 @@ def _describe_tensor(tensor: Tensor, key: list[Any]) -> None:
     key += (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad, keys)
 
 
-def _result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Any) -> _Result | None:
+def _result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Any) -> Any:
+    """What :class:`KnownResults` remembers of the result ``given``."""
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return None
     if func is not _INDEX and any(tag in func.tags for tag in _NOT_KNOWABLE):
@@ -159,14 +149,13 @@ def _result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: An
     ]
     if any(written):
         edits_first = written[0] and not any(written[1:]) and args and given is args[0] and type(given) is FakeTensor
-        return _Result(None) if edits_first else None
-    container = next((kind for kind in (list, tuple) if isinstance(given, kind)), None)
-    tensors = given if container is not None else (given,)
+        return _FIRST_ARGUMENT if edits_first else None
     # each lies in the memory of the first argument or in memory of its own
-    memories = {storage_of(tensor) for tensor in _tensors_in((args, *kwargs.values()))}
+    memories = {storage_of(leaf) for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)}
     first = args[0] if args and type(args[0]) is FakeTensor else None
     layouts = []
-    for tensor in tensors:
+    container = next((kind for kind in (list, tuple) if isinstance(given, kind)), None)
+    for tensor in (given,) if container is None else given:
         if type(tensor) is not FakeTensor:
             return None
         memory = storage_of(tensor)
@@ -176,7 +165,7 @@ def _result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: An
             return None
         layouts.append(layout)
         memories.add(memory)
-    return _Result(tuple(layouts), container)
+    return layouts[0] if container is None else container(layouts)
 
 
 def _layout(tensor: FakeTensor, first: FakeTensor | None, is_view: bool) -> _Layout | None:
@@ -192,11 +181,3 @@ def _layout(tensor: FakeTensor, first: FakeTensor | None, is_view: bool) -> _Lay
     _describe_tensor(tensor, before)
     _describe_tensor(remade, after)
     return layout if before == after else None
-
-
-def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors_in(value)

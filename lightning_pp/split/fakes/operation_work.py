@@ -54,13 +54,7 @@ def work_of(
     the inputs' gradients. The gradient of a factor of a product is added in place to what earlier microbatches gave.
     That of a table of which rows were picked is a table of zeros with these rows, added to the parameter's gradient.
 
-    Args:
-        func: The operation.
-        args: What it is called with.
-        kwargs: Likewise.
-        result: What it gives.
-        inputs: The tensors that it is called with.
-        weight: The one of them that is a parameter.
+    ``weight`` is the one of its tensors ``inputs`` that is a parameter.
     """
     packet, flops = packet_of(func), flops_of(func, args, kwargs, result)
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

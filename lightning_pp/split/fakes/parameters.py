@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.split._torch_private import PARAMETERS, FakeTensor, parameters_of
+from lightning_pp.split._torch_private import PARAMETERS, FakeTensor, is_made_of_others, parameters_of
 from lightning_pp.split.fakes.fake_mode import FakeValueMode
 from lightning_pp.split.record.step_record import TensorSpec
 
@@ -126,7 +126,7 @@ class FakeParameters:
         )
 
     @contextmanager
-    def computing(self, unit: str, tag: Callable[[nn.Parameter, str], None]) -> Iterator[None]:
+    def computing(self, unit: str, tag: Callable[[nn.Parameter, str], None] = lambda *_: None) -> Iterator[None]:
         """Within :meth:`all_fake`, for a call of ``unit``: its parameters have the dtype of computation.
 
         ``tag(fake, canonical name)`` is called for each.
@@ -155,7 +155,7 @@ class FakeParameters:
 
     @contextmanager
     def _in_place(self, module: nn.Module, others: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Within, ``module`` has ``others``, by name, in the place of its own parameters, its aliases included."""
+        """Within, ``module`` has ``others``, by name, instead of its own parameters, its aliases included."""
         saved: list[tuple[nn.Module, str, nn.Parameter | None]] = []
         in_place_of: dict[nn.Parameter, nn.Parameter] = {}
         aliases: list[tuple[Any, Any, Any]] = []
@@ -232,8 +232,7 @@ class FakeParameters:
     def tie_names(self, is_replaced: Callable[[nn.Parameter], bool]) -> None:
         """Makes all names of a parameter mean one object again, after it was replaced under some of them.
 
-        Args:
-            is_replaced: Tells the new object from the old one.
+        ``is_replaced`` tells the new object from the old one.
         """
         replacement: dict[str, nn.Parameter] = {}
         present = [(name, *self._locate(name)) for name in self.names if name not in self.released]
@@ -259,15 +258,19 @@ class FakeParameters:
                 if fake is not None:
                     parent.__dict__[attribute] = fake
 
+    @property
+    def stand_for_shards(self) -> bool:
+        """Whether the module has sharded parameters. An operation on one may wait for other ranks."""
+        return any(map(is_made_of_others, self.module.parameters()))
+
     @contextmanager
-    def all_fake(self, tag: Callable[[nn.Parameter, str], None]) -> Iterator[None]:
+    def all_fake(self, tag: Callable[[nn.Parameter, str], None] = lambda *_: None) -> Iterator[None]:
         """Within, every parameter is fake. ``tag(fake, canonical name)`` is called for each.
 
         A parameter that FSDP keeps sharded is replaced too; the original object returns afterwards.
         """
-        self.restore_names()
-        fakes: dict[str, nn.Parameter] = {}
-        try:
+        with self.all_parameters():
+            fakes: dict[str, nn.Parameter] = {}
             for name in self.names:
                 parent, attribute = self._locate(name)
                 fake = fakes[name] = self.parameter(name)
@@ -277,10 +280,6 @@ class FakeParameters:
                 tag(fake, self.canonical_names[name])
             with self._in_place(self.module, fakes):
                 yield
-        finally:
-            for name in self.released:
-                parent, attribute = self._locate(name)
-                parent.__dict__[attribute] = parameters_of(parent).pop(attribute, None)
 
     @contextmanager
     def without_registering_fakes(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ def is_recurrent(func: Any, args: Any, is_fake: Callable[[object], bool]) -> boo
 def at_once(func: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
     """What a recurrent layer returns, with the shapes, the dependencies and about the work and memory of its own.
 
-    Letters: T time steps, N samples, or rows of a packed sequence (R) in the place of T and N.
+    Letters: T time steps, N samples, or rows R of a packed sequence instead of T and N.
 
     Args:
         func: ``torch.lstm``, ``torch.gru``, ``torch.rnn_tanh`` or ``torch.rnn_relu``.

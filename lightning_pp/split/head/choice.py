@@ -40,15 +40,7 @@ def head_to_split(
     split_head: SplitHead,
     num_stages: int,
 ) -> tuple[str, int] | None:
-    """The head, and the number of its parts; None where nothing is to be cut.
-
-    Args:
-        units: Name to module.
-        record: The step with its head whole.
-        num_parameters: Every unit's number of parameters.
-        split_head: What the user says.
-        num_stages: How many stages there are to be.
-    """
+    """The head of a step that was recorded with its head whole, and the number of its parts; None: cut nothing."""
     if split_head is False or num_stages < 2 or not record.calls or record.failure is not None:
         return None
     name = record.calls[-1].unit

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,19 +61,26 @@ class WholeHeadError(BaseException):
 
 @dataclass(frozen=True)
 class DeferredHead:
-    """One call of a head that parts stand for.
+    """One call of a head, of which nobody has all logits.
 
     Attributes:
-        parts: The parts in order.
-        hidden: What the head was called with, [..., D] with N rows.
+        name, num_classes: Of the head.
+        hidden: What the head was called with, or a share of its logits: [..., D] with N rows.
         sources: Where the values of the logits come from.
-        refuse: Is told how logits are used otherwise, and raises.
     """
 
-    parts: Sequence[HeadPart]
+    name: str
+    num_classes: int
     hidden: Tensor
     sources: frozenset[Source]
-    refuse: Callable[[str], NoReturn]
+
+    def sums(self, target: Tensor, pointwise: Pointwise, with_total: bool) -> RunningSums:
+        """The sums over all classes of each row, whose class is ``target``, [N]."""
+        raise NotImplementedError
+
+    def used(self, how: str, func: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+        """What ``func``, told in words by ``how``, makes of the logits; None: something past functions of torch."""
+        raise WholeHeadError(how)
 
     @property
     def num_rows(self) -> int:
@@ -82,22 +89,15 @@ class DeferredHead:
 
     def logits(self) -> DeferredLogits:
         """Its logits."""
-        num_classes = self.parts[0].num_classes
+        num_classes = self.num_classes
         with without_dispatch_modes():
             numbers = _row_numbers(self.num_rows)
             rows = numbers.view(*self.hidden.shape[:-1], 1).expand(*self.hidden.shape[:-1], num_classes)
         return _logits(self, rows, (), _dtype_of_product(self.hidden))
 
     def cross_entropy(self, rows: Tensor, pointwise: Pointwise, target: Tensor, loss: Loss) -> Tensor:
-        """The loss, by one call of each part.
-
-        Args:
-            rows: For each entry of ``target`` the number of its row, int64 on the host, in the shape of ``target``.
-            pointwise: What is done with the logits.
-            target: Classes, int64.
-            loss: What is asked for.
-        """
-        num_classes, with_total = self.parts[0].num_classes, loss.label_smoothing > 0
+        """The loss of int64 classes ``target``, for which ``rows``, on the host, has the number of the row of each."""
+        num_classes, with_total = self.num_classes, loss.label_smoothing > 0
         check_classes(target, num_classes, loss.ignore_index)
         flat, places = target.flatten(), None
         if _is_all_rows(rows, self.num_rows):
@@ -106,17 +106,27 @@ class DeferredHead:
             places = rows.flatten().to(target.device)
             of_rows = torch.full((self.num_rows,), loss.ignore_index, device=target.device)
             of_rows = of_rows.index_copy(0, places, flat)
+        sums = self.sums(of_rows, pointwise, with_total)
+        if places is not None:
+            sums = RunningSums(*(None if each is None else each.index_select(0, places) for each in sums))  # type: ignore[arg-type]
+        value = loss_of(sums, flat, num_classes, loss)
+        return value.view(target.shape) if loss.reduction == "none" else value
+
+
+@dataclass(frozen=True)
+class _HeadInParts(DeferredHead):
+    """One that units stand for, in order."""
+
+    parts: Sequence[HeadPart]
+
+    def sums(self, target: Tensor, pointwise: Pointwise, with_total: bool) -> RunningSums:
+        """By one call of each part."""
         known: list[Tensor | None] = [None, None, None]
         hidden = self.hidden
         for part in self.parts:
-            hidden, *sums = part(hidden, of_rows, *known, pointwise, with_total)
+            hidden, *sums = part(hidden, target, *known, pointwise, with_total)
             known = [*sums, *[None] * (3 - len(sums))]
-        if places is not None:
-            known = [None if each is None else each.index_select(0, places) for each in known]
-        log_sum_exp, at_target, total = known
-        assert log_sum_exp is not None and at_target is not None
-        value = loss_of(RunningSums(log_sum_exp, at_target, total), flat, num_classes, loss)
-        return value.view(target.shape) if loss.reduction == "none" else value
+        return RunningSums(*known)  # type: ignore[arg-type]
 
 
 class DeferredLogits(Tensor):
@@ -150,14 +160,14 @@ class DeferredLogits(Tensor):
             done = _done(given, func, name, args[1:], kwargs)
             if done is not None:
                 return done
-        _refuse(name, args, kwargs)
+        return _used(name, func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """What comes here was called past :meth:`__torch_function__`."""
-        _refuse(str(func), args, kwargs or {})
+        return _used(str(func), None, args, kwargs or {})
 
 
 def deferred(
@@ -174,11 +184,7 @@ def deferred(
     given = (*args, *kwargs.values())
     if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2 or not given[0].numel():
         raise WholeHeadError(f"{user_line()} calls {parts[0].head_name!r} with an input that is not rows of features")
-
-    def refuse(how: str) -> NoReturn:
-        raise WholeHeadError(how)
-
-    return DeferredHead(parts, given[0], sources, refuse).logits()
+    return _HeadInParts(parts[0].head_name, parts[0].num_classes, given[0], sources, parts).logits()
 
 
 def _logits(head: DeferredHead, rows: Tensor, pointwise: Pointwise, dtype: torch.dtype) -> DeferredLogits:
@@ -216,7 +222,7 @@ def _done(given: DeferredLogits, func: Any, name: str, args: Any, kwargs: Any) -
 
 def _viewed(given: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """The row numbers of a view of ``given``; None where rows would not stay whole."""
-    num_classes, rows = given.head.parts[0].num_classes, given.rows
+    num_classes, rows = given.head.num_classes, given.rows
     with without_dispatch_modes():
         try:
             if func.__name__ in ("reshape", "flatten"):
@@ -264,32 +270,31 @@ def _dtype_given(given: DeferredLogits, args: Any, kwargs: Any) -> torch.dtype |
     return found if found.is_floating_point else None
 
 
-def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Tensor:
+def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     asked = _SIGNATURE.bind(*args, **kwargs)
     asked.apply_defaults()
     given = asked.arguments
     logits, target = given["input"], given["target"]
     if not isinstance(logits, DeferredLogits) or type(target) is not Tensor or target.dtype is not torch.int64:
-        _refuse("cross_entropy with targets that are not class indices", args, kwargs)
+        return _used("cross_entropy with targets that are not class indices", func, args, kwargs)
     if given["weight"] is not None or given["size_average"] is not None or given["reduce"] is not None:
-        _refuse("cross_entropy with class weights", args, kwargs)
-    place = _class_dimension(logits.rows, logits.head.parts[0].num_classes)
+        return _used("cross_entropy with class weights", func, args, kwargs)
+    place = _class_dimension(logits.rows, logits.head.num_classes)
     with without_dispatch_modes():
         rows = logits.rows.select(min(1, logits.dim() - 1), 0)
     if place != min(1, logits.dim() - 1) or rows.shape != target.shape:
-        _refuse("cross_entropy over a dimension that is not the one of the classes", args, kwargs)
+        return _used("cross_entropy over a dimension that is not the one of the classes", func, args, kwargs)
     loss = Loss(given["ignore_index"], given["reduction"], given["label_smoothing"])
     if loss.reduction not in ("none", "sum", "mean"):
-        _refuse(f"cross_entropy with reduction={loss.reduction!r}", args, kwargs)
+        return _used(f"cross_entropy with reduction={loss.reduction!r}", func, args, kwargs)
     value = logits.head.cross_entropy(rows, logits.pointwise, target, loss)
     is_wide = torch.is_autocast_enabled(logits.device.type) and logits.dtype.itemsize < 4
     return value.to(torch.float32 if is_wide else logits.dtype)
 
 
-def _refuse(name: str, args: Any, kwargs: Any) -> NoReturn:
-    logits = next(each for each in _all_in((args, kwargs)) if isinstance(each, DeferredLogits))
-    head = logits.head.parts[0].head_name
-    logits.head.refuse(f"{user_line()} uses the logits of {head!r} in {name}")
+def _used(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    head = next(each.head for each in _all_in((args, kwargs)) if isinstance(each, DeferredLogits))
+    return head.used(f"{user_line()} uses the logits of {head.name!r} in {name}", func, args, kwargs)
 
 
 def _all_in(tree: Any) -> Any:

@@ -20,14 +20,7 @@ Pointwise = tuple[tuple[str, tuple[Any, ...]], ...]
 
 
 class HeadPart(nn.Module):
-    """Classes ``first`` to ``last - 1`` of a head, without parameters of its own: it uses rows of the head's.
-
-    Args:
-        head: The head.
-        head_name: Its name as a unit.
-        first: Number of the first class.
-        last: Number after the last class.
-    """
+    """Classes ``first`` to ``last - 1`` of a head, without parameters of its own: it uses rows of the head's."""
 
     def __init__(self, head: nn.Linear, head_name: str, first: int, last: int) -> None:
         super().__init__()
@@ -60,30 +53,34 @@ class HeadPart(nn.Module):
         Args:
             hidden: What the head is given, [..., D] with N rows.
             target: The class of each row, int64, [N].
-            log_sum_exp: As in :class:`RunningSums`, after the parts before; None in the first.
+            log_sum_exp: As in :class:`RunningSums`, after the parts before; None in the first, as the next two.
             at_target: Likewise.
             total: Likewise.
             pointwise: What is done with the logits.
             with_total: Whether their total is needed.
 
         Returns:
-            ``hidden`` for the next part, so that it goes from stage to stage; ``log_sum_exp`` and ``at_target``, and
-            ``total`` where it is needed, [N] each.
+            ``hidden`` for the next part, so that it goes from stage to stage, and the sums that are needed, [N] each.
         """
         head = self._head[0]
         bias = None if head.bias is None else head.bias[self.first : self.last]
         logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), head.weight[self.first : self.last], bias)
-        # a cast to the dtype that sums are kept in anyway is left out: less is kept for backward so
-        is_wide_cast = pointwise == (("to", (sums_dtype(logits.dtype),)),)
-        for name, arguments in () if is_wide_cast else pointwise:
-            logits = getattr(logits, name)(*arguments)
-        sums = sums_of_part(logits, target, self.first, with_total=with_total)
+        sums = sums_of_part(applied(pointwise, logits), target, self.first, with_total=with_total)
         before = None
         if log_sum_exp is not None and at_target is not None:
             before = RunningSums(log_sum_exp, at_target, total)
         known = joined(before, sums)
         # another tensor, for what a unit returns as it was given counts as made before it
         return (hidden.view_as(hidden), *(tensor for tensor in known if tensor is not None))
+
+
+def applied(pointwise: Pointwise, logits: Tensor) -> Tensor:
+    """Logits with that done to each of them, for :func:`sums_of_part`."""
+    # a cast to the dtype that sums are kept in anyway is left out: less is kept for backward so
+    if pointwise != (("to", (sums_dtype(logits.dtype),)),):
+        for name, arguments in pointwise:
+            logits = getattr(logits, name)(*arguments)
+    return logits
 
 
 def is_head(unit: nn.Module) -> TypeGuard[nn.Linear]:
@@ -99,10 +96,7 @@ def is_head(unit: nn.Module) -> TypeGuard[nn.Linear]:
 def with_parts(units: Mapping[str, nn.Module], head_name: str, num_parts: int) -> dict[str, nn.Module]:
     """``units`` with the parts of a head before it; the head itself is for steps that use its logits otherwise.
 
-    Args:
-        units: Name to module.
-        head_name: Name of the head among them.
-        num_parts: How many parts; fewer if there are not so many classes.
+    There are fewer than ``num_parts`` if there are not so many classes.
     """
     head = units[head_name]
     assert isinstance(head, nn.Linear)
@@ -124,7 +118,7 @@ def parts_in(units: Mapping[str, nn.Module]) -> dict[str, tuple[HeadPart, ...]]:
 
 
 def whole_units(units: Mapping[str, nn.Module], names: Iterable[str]) -> set[str]:
-    """``names`` of units with that of the head in the place of its parts'."""
+    """``names`` of units, with the head's name instead of those of its parts."""
     return {unit.head_name if isinstance(unit := units[name], HeadPart) else name for name in names}
 
 

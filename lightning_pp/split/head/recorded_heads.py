@@ -19,10 +19,6 @@ class SplitHeads:
     """The heads with parts, in one recording of a step.
 
     A step is served by parts if it calls one such head, once, and all that becomes of the logits is one cross entropy.
-
-    Args:
-        units: All units.
-        record: The record, which is told of the head.
     """
 
     def __init__(self, units: Mapping[str, nn.Module], record: StepRecord) -> None:
@@ -42,14 +38,9 @@ class SplitHeads:
         *,
         in_region: bool,
     ) -> DeferredLogits:
-        """The logits of a head.
+        """The logits of the head ``unit``, whose values come from ``sources``.
 
-        Args:
-            unit: The head.
-            args: What it is called with.
-            kwargs: What it is called with by name.
-            sources: Where the values of its logits come from.
-            in_region: Whether backward runs this code again.
+        With ``in_region``, backward runs this code again.
 
         Raises:
             WholeHeadError: The head has to be called whole.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_pp.schedule import Placement
 from lightning_pp.split.record.plan import StepPlan
-from lightning_pp.split.record.step_record import HeldMemory, StepRecord
+from lightning_pp.split.record.step_record import HeldMemory, StepRecord, UnitCall
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Activations:
         saved: dict[int, int] = {}
         queued: dict[int, int] = {}
         gradients = recomputed = 0
-        regions: set[int | None] = set()  # a checkpointed region keeps what its first unit is given
+        regions: set[int | None] = set()
         for memory in _code_between_units(plan, stage):
             saved.update(memory.saved)
             queued.update(memory.queued)
@@ -40,18 +40,11 @@ class Activations:
             call = record.calls[index]
             queued.update(call.memory.queued)
             gradients += call.memory.queued_gradients_bytes
-            if (call.unit in checkpointed or call.region is not None) and call.memory.saved:
-                if call.region is None or call.region not in regions:
-                    saved.update(call.given)
-                regions.add(call.region)
-                held = dict(call.given)
-                if call.unit in checkpointed:
-                    held.update(call.memory.saved_by_policy)
-                    saved.update(call.memory.saved_by_policy)
+            saved.update(_kept_of(call, checkpointed, regions))
+            if call.unit in checkpointed or call.region is not None:
+                held = call.given.keys() | (call.memory.saved_by_policy if call.unit in checkpointed else {}).keys()
                 own = (num_bytes for memory, num_bytes in call.memory.saved.items() if memory not in held)
                 recomputed = max(recomputed, sum(own))
-            else:
-                saved.update(call.memory.saved)
         for edge in plan.stages[stage].receives:
             memory_of_value = record.leaf(edge.value).memory
             if edge.has_gradient and memory_of_value is not None:
@@ -69,6 +62,19 @@ def _code_between_units(plan: StepPlan, stage: int) -> Iterator[HeldMemory]:
         yield plan.record.operations[number].memory
 
 
+def _kept_of(call: UnitCall, checkpointed: Collection[str], regions: set[int | None]) -> dict[int, int]:
+    """What is kept of a call from F to I: number to bytes of each memory.
+
+    What runs again keeps what it is given, a checkpointed region what its first unit is given; it is added to
+    ``regions``, those that have come.
+    """
+    if not call.memory.saved or (call.unit not in checkpointed and call.region is None):
+        return call.memory.saved
+    kept = dict(call.given) if call.region is None or call.region not in regions else {}
+    regions.add(call.region)
+    return {**kept, **call.memory.saved_by_policy} if call.unit in checkpointed else kept
+
+
 def least_held(record: StepRecord) -> dict[str, int]:
     """Bytes that each unit keeps of one microbatch from F to I, whichever units share its stage.
 
@@ -77,18 +83,9 @@ def least_held(record: StepRecord) -> dict[str, int]:
     """
     held: dict[str, int] = {}
     seen: set[int] = set()
-    regions: set[int] = set()
+    regions: set[int | None] = set()
     for call in record.calls:
-        saved = dict(call.reads.memory.saved)
-        if call.memory.saved and call.region is not None:
-            if call.region not in regions:
-                saved.update(call.given)
-            regions.add(call.region)
-        elif call.memory.saved and call.unit in record.recomputed_units:
-            saved.update(call.given)
-            saved.update(call.memory.saved_by_policy)
-        else:
-            saved.update(call.memory.saved)
+        saved = {**call.reads.memory.saved, **_kept_of(call, record.recomputed_units, regions)}
         held[call.unit] = held.get(call.unit, 0) + sum(size for memory, size in saved.items() if memory not in seen)
         seen.update(saved)
     return held

@@ -214,11 +214,8 @@ def parameter_sizes(
 ) -> tuple[ParameterSize, ...]:
     """The parameters of a model, for :func:`estimate_memory`; real, fake and meta ones alike.
 
-    Args:
-        fake_parameters: Those of the model.
-        units: Its units.
-        owners: Canonical parameter name to the stages that hold it.
-        direct: Canonical names of parameters that are used outside their unit.
+    ``owners`` has the stages that hold each parameter, ``direct`` the parameters that are used outside their unit, both
+    by canonical name.
     """
     unit_of = _unit_of(fake_parameters.canonical_names, list(units))
     sizes = []

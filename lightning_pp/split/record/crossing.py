@@ -34,13 +34,7 @@ class Crossing:
 
 
 def find_crossing(record: StepRecord, stage_of_call: Sequence[int], num_stages: int) -> Crossing:
-    """What crosses between the stages of a step.
-
-    Args:
-        record: The step.
-        stage_of_call: The stage of each unit call.
-        num_stages: Number of stages.
-    """
+    """What crosses between the stages of a step, given the stage of each unit call."""
     of_units = _outputs_of_units(record, stage_of_call, num_stages)
     if not any(of_units.received) or not has_operations(record):
         return of_units
@@ -100,13 +94,7 @@ def _readers(record: StepRecord, stage_of_call: Sequence[int], num_stages: int) 
 
 
 class _LeastCrossing:
-    """The search for the crossing of the fewest bytes, from the last stage to the first.
-
-    Args:
-        record: The step.
-        stage_of_call: The stage of each unit call.
-        num_stages: Number of stages.
-    """
+    """The search for the crossing of the fewest bytes, from the last stage to the first."""
 
     def __init__(self, record: StepRecord, stage_of_call: Sequence[int], num_stages: int) -> None:
         self._record = record

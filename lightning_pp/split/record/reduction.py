@@ -64,7 +64,7 @@ class Site(NamedTuple):
 
 
 class Place(NamedTuple):
-    """One of the times that a step comes to a site: the first, second, ..."""
+    """One of the times that a step reaches a site: the first, second, ..."""
 
     site: Site
     occurrence: int

@@ -263,7 +263,7 @@ class UnitCall:
         shapes: Of the leaves of its arguments; None for what is no tensor.
         numbers: The integers and texts among these leaves.
         looks_at: Fingerprint of what it is given besides what depends on weights, if the shapes of its outputs may
-            hang on the values in it.
+            depend on the values in it.
     """
 
     index: int
@@ -386,7 +386,7 @@ class StepRecord:
         tail: What the code after the last call, the returned value and the logged values need.
         gradient_sources: For each value and for the loss (``None``), the values it depends on differentiably with no
             other unit's output in between. Empty for a step without gradients.
-        operations: By number the operations between units whose results may cross in the place of unit outputs.
+        operations: By number the operations between units whose results may cross instead of unit outputs.
         operation_numbers: Numbers of these and of all other operations on values, which lead to them.
         outputs_cross_alone: Whether outputs of units cross, and no results of ``operations``.
         nearest_gradients: As ``gradient_sources``, with the results of ``operations`` among the values.

@@ -74,10 +74,7 @@ class WholeBatchPlan:
 def plan_whole_batch(whole: StepPlan, parts: Sequence[StepPlan], num_samples: Sequence[int]) -> WholeBatchPlan:
     """Finds what is kept of each microbatch, how it is joined, and what runs in the tail.
 
-    Args:
-        whole: The plan of a step on the whole batch.
-        parts: The plans of steps on its microbatches.
-        num_samples: Samples of each of them.
+    ``whole`` is the plan of a step on the whole batch, ``parts`` are those of its microbatches of ``num_samples``.
 
     Raises:
         SplitError: The step calls other units for the whole batch than for its microbatches, the tail needs a value of

@@ -18,7 +18,7 @@ Counts = Mapping[Place, Count]
 
 
 def total_of(counts: Sequence[Counts], facts: Facts) -> dict[Place, Count]:
-    """What a batch counts, from what its parts do; a place that not all parts came to counts where it was come to."""
+    """What a batch counts, from what its parts count; a place that some parts did not reach counts in the others."""
     totals: dict[Place, Count] = {}
     for place in dict.fromkeys(place for part in counts for place in part):
         fact = facts.find(place)

@@ -84,7 +84,7 @@ class Facts:
         return {_name_of(place): count for place, count in counts.items()}
 
     def placed(self, counts: Mapping[Name, Any]) -> dict[Place, Any]:
-        """What :meth:`named` gave in another process; places that were never come to here are left out."""
+        """What :meth:`named` returned in another process, without places that were never reached here."""
         places = {_name_of(place): place for place in self.by_place}
         return {places[name]: count for name, count in counts.items() if name in places}
 

@@ -106,13 +106,7 @@ def signature_with_reduction(function: Callable[..., Any]) -> inspect.Signature 
 
 
 class LossCall:
-    """A call of a loss of ``torch.nn.functional``.
-
-    Args:
-        function: The loss.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-    """
+    """A call of a loss of ``torch.nn.functional``."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         signature = signature_with_reduction(function)
@@ -154,8 +148,7 @@ class LossCall:
     def denominator(self, has_data: Callable[[Tensor], bool]) -> Tensor | float | None:
         """What the mean divides by; None where that depends on weights or is not known.
 
-        Args:
-            has_data: Whether a tensor's values are there.
+        ``has_data`` tells whether a tensor's values are there.
         """
         name, given = self._function.__name__, self._given
         if name in _BY_TARGET:

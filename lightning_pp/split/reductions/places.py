@@ -24,7 +24,7 @@ _METRICS = _folders("torchmetrics")
 
 
 class Places:
-    """Counts, in one run of a step, how often it comes to each site."""
+    """Counts, in one run of a step, how often it reaches each site."""
 
     def __init__(self) -> None:
         self._occurrences: dict[Site, int] = {}

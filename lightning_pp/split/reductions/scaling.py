@@ -130,7 +130,7 @@ class ScaledStep(OutsideUnits):
             self._is_paused = before
 
     def check_complete(self, counted: Iterable[Place]) -> None:
-        """After a step: raises :class:`SplitError` if it did not come to all that was counted for it beforehand."""
+        """After a step: raises :class:`SplitError` if it did not reach all that was counted for it beforehand."""
         for place in counted:
             fact = self._facts.find(place)
             if place not in self._seen and fact is not None:

@@ -33,7 +33,7 @@ class Made(NamedTuple):
 
     Attributes:
         function: What gives it; None where it is a leaf of the batch.
-        args: What that is given, with :class:`Made` in the place of tensors; of a leaf, its number.
+        args: What that is given, with a :class:`Made` for each tensor; of a leaf, its number.
         kwargs: The same by keyword.
         entry: Which of several results it is.
     """
@@ -122,7 +122,7 @@ class CountTrace(OutsideUnits):
             return None
 
     def _known(self, value: Any) -> Any:
-        """``value`` with :class:`Made` in the place of tensors; raises :class:`_NotKnownError` if one is not known."""
+        """``value`` with a :class:`Made` for each tensor; raises :class:`_NotKnownError` if one is not known."""
         if isinstance(value, Tensor):
             leaf = self._leaves.get(id(value))
             if leaf is not None and leaf[1] == version_of(value):
@@ -147,9 +147,7 @@ class _NotKnownError(Exception):
 def counts_of(trace: Trace, batch: Any) -> dict[Place, Count]:
     """What ``batch`` counts, without running its step.
 
-    Args:
-        trace: Of a batch with the same signature, for which the step took the same course.
-        batch: The batch.
+    Its signature is that of the batch of ``trace``, and the step takes the same course for it.
     """
     leaves = leaves_of(batch)
     values: dict[int, Any] = {}

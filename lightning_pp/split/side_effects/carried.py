@@ -33,20 +33,15 @@ from lightning_pp.split.side_effects.containers import (
     containers_in,
     last_entries,
     put_back,
-    set_content,
 )
 from lightning_pp.split.side_effects.hooks import hook_at, watched_hooks
+from lightning_pp.split.side_effects.reach import Reached
 
 
 class SideEffectKeeper:
     """Around one call of a unit that runs here: finds the tensors that left as side effects and are needed elsewhere.
 
-    Args:
-        call: The call, as the dry run saw it.
-        unit: The unit.
-        args: What it is called with.
-        kwargs: What it is called with by name.
-        wanted: Values that other stages need.
+    ``call`` is the call as the dry run saw it, and ``wanted`` are the values that other stages need.
     """
 
     def __init__(
@@ -132,15 +127,7 @@ class FakeSideEffects:
         kwargs: dict[str, Any],
         tensor_of: Callable[[Value], Any],
     ) -> None:
-        """Leaves what ``call`` would have left.
-
-        Args:
-            call: The call, as the dry run saw it.
-            unit: The unit.
-            args: What it is called with.
-            kwargs: What it is called with by name.
-            tensor_of: What stands in for a value.
-        """
+        """Leaves what ``call``, as the dry run saw it, would have left, with ``tensor_of(value)`` for each value."""
         if not call.side_effects:
             return
         given = leaves_of((args, kwargs))
@@ -166,7 +153,7 @@ class FakeSideEffects:
             attributes = unit.get_submodule(place.module).__dict__
             if place.grows:
                 container = attributes[place.key]
-                self._undo.append(partial(set_content, container, container.copy()))
+                self._undo.append(Reached("", container).restore)
                 add_entries(container, content)
             else:
                 self._undo.append(partial(put_back, attributes, place.key, attributes.get(place.key, ABSENT)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_pp.split.data.tree import children_of
-from lightning_pp.split.side_effects.argument_objects import attributes_of
+from lightning_pp.split.side_effects.reach import attributes_of
 
 CONTAINERS = (list, dict)
 ABSENT = object()
@@ -59,21 +59,11 @@ def last_entries(container: Any, like: Any) -> Any:
 
 
 def add_entries(container: Any, entries: Any) -> None:
-    """Adds ``entries``, in a dict in the place of those of the same keys."""
+    """Adds ``entries``; in a dict they replace those of the same keys."""
     if isinstance(container, dict):
         container.update(entries)
     else:
         container.extend(entries)
-
-
-def set_content(container: Any, content: Any) -> None:
-    """Makes ``container`` hold what ``content`` does, and leaves it alone if that is so."""
-    if isinstance(container, dict):
-        if container.keys() != content.keys() or any(container[key] is not content[key] for key in content):
-            container.clear()
-            container.update(content)
-    elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
-        container[:] = content
 
 
 def put_back(entries: dict[str, Any], key: str, value: Any) -> None:

@@ -130,11 +130,7 @@ def putting_back(value: Any) -> Callable[[], None] | None:
 
 @contextmanager
 def generators_untouched(device: torch.device) -> Iterator[None]:
-    """Within, random numbers may be drawn; afterwards the generators are as before.
-
-    Args:
-        device: The device whose generators are kept besides the host's.
-    """
+    """Within, random numbers may be drawn; afterwards the generators are as before."""
     states = GeneratorStates.now(device)
     try:
         yield

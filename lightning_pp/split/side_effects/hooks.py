@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -39,19 +39,6 @@ def without_hooks(hooks: dict[int, Any], removed: Mapping[int, Any]) -> Iterator
 
 
 @contextmanager
-def with_replaced_hooks(replaced: Sequence[tuple[dict[int, Any], Mapping[int, Any]]]) -> Iterator[None]:
-    """Within, in each dict of hooks those of the same keys are others; the order is kept."""
-    originals = [(hooks, {key: hooks[key] for key in others}) for hooks, others in replaced]
-    for hooks, others in replaced:
-        hooks.update(others)
-    try:
-        yield
-    finally:
-        for hooks, before in originals:
-            hooks.update({key: hook for key, hook in before.items() if key in hooks})
-
-
-@contextmanager
 def watched_hooks(unit: nn.Module, on_hook: Callable[..., Any]) -> Iterator[None]:
     """Within, the user's forward hooks inside ``unit`` go to ``on_hook(place, hook, *what the hook is given)``.
 
@@ -63,21 +50,21 @@ def watched_hooks(unit: nn.Module, on_hook: Callable[..., Any]) -> Iterator[None
         count = counts[name, number, before] = counts.get((name, number, before), -1) + 1
         return on_hook(HookPlace(name, number, before, count), hook, *given)
 
-    def replacements(name: str, hooks: Mapping[int, Any], before: bool) -> dict[int, Any]:
-        return {
-            key: partial(route, name, number, before, hook)
-            for number, (key, hook) in enumerate(hooks_of_users(hooks).items())
-        }
-
-    replaced = []
+    originals: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for name, child in unit.named_modules():
         if not name:
             continue
         for hooks, before in ((forward_pre_hooks_of(child), True), (forward_hooks_of(child), False)):
             if hooks:
-                replaced.append((hooks, replacements(name, hooks, before)))
-    with with_replaced_hooks(replaced):
+                own = hooks_of_users(hooks)
+                originals.append((hooks, own))
+                for number, (key, hook) in enumerate(own.items()):
+                    hooks[key] = partial(route, name, number, before, hook)
+    try:
         yield
+    finally:
+        for hooks, own in originals:
+            hooks.update({key: hook for key, hook in own.items() if key in hooks})
 
 
 def hook_at(unit: nn.Module, place: HookPlace) -> Any:

@@ -55,7 +55,7 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
     classes, of_classes = ClassAttributes(kinds), {kind: class_containers(kind) for kind in kinds}
     for name, child in modules:
         attributes = child.__dict__
-        contents = {key: _held_by(key, value) for key, value in attributes.items() if not _is_kept_as_is(key, value)}
+        contents = {key: _held_by(key, value) for key, value in attributes.items() if key not in _SKIPPED}
         of_class = {
             key: reached_from(value, key) for key, value in of_classes[type(child)].items() if key not in attributes
         }
@@ -110,10 +110,6 @@ class RehearsedState:
 
     Units and what is in them are only guarded against what code outside of them does to modules: attributes that it
     sets and forward hooks that it registers. So all of this is quick.
-
-    Args:
-        module: The whole model.
-        units: Its units.
     """
 
     def __init__(self, module: nn.Module, units: Mapping[str, nn.Module]) -> None:
@@ -143,12 +139,10 @@ class RehearsedState:
                     del registered[key]
 
 
-def _is_kept_as_is(key: str, value: Any) -> bool:
-    return value is None or value is True or value is False or key in _SKIPPED
-
-
 def _held_by(key: str, value: Any) -> Sequence[Reached]:
     """What an attribute of a module holds that can change."""
+    if value is None or isinstance(value, bool):
+        return ()
     if key in _OF_TORCH:
         if not isinstance(value, dict):
             return ()

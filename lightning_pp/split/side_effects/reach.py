@@ -7,12 +7,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_not
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
-
-from lightning_pp.split.side_effects.argument_objects import attributes_of
 
 MUTABLE = (list, dict, set, deque)
 # Objects of these packages look after themselves, and may be at work on other threads.
@@ -24,6 +22,8 @@ LIBRARIES = frozenset(
     }
 )
 PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), Tensor, nn.Parameter})
+# Not the state of anything that one call hands to the next.
+_OPAQUE = (Tensor, nn.Module, ModuleType, type)
 
 
 class Reached:
@@ -79,6 +79,13 @@ class Reached:
         if len(now) < len(kept) or any(mine is not theirs for mine, theirs in zip(now, kept, strict=False)):
             return None
         return len(now) - len(kept)
+
+
+def attributes_of(node: Any) -> dict[str, Any] | None:
+    """The attributes of an object that may be the state of something; None for tensors, modules, functions."""
+    if isinstance(node, _OPAQUE) or callable(node):
+        return None
+    return getattr(node, "__dict__", None)
 
 
 def reached_from(value: Any, name: str) -> list[Reached]:

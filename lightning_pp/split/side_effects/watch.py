@@ -19,9 +19,9 @@ from lightning_pp.split._torch_private import COMPILED_CALL, HELD_BY_RECURRENT_L
 from lightning_pp.split.data.tree import leaves_of, map_leaves
 from lightning_pp.split.record.step_record import ArgumentPlace, AttributePlace, HookPlace, PassedOn, SideEffect
 from lightning_pp.split.record.unknown_numbers import PLAIN, UnknownNumber
-from lightning_pp.split.side_effects.argument_objects import ArgumentObjects
-from lightning_pp.split.side_effects.containers import CONTAINERS, add_entries, containers_in, new_entries, set_content
+from lightning_pp.split.side_effects.containers import CONTAINERS, add_entries, containers_in, new_entries
 from lightning_pp.split.side_effects.hooks import watched_hooks
+from lightning_pp.split.side_effects.reach import Reached, reached_from
 
 _TORCHS_OWN = frozenset(vars(nn.Module())) | HELD_BY_RECURRENT_LAYERS | {COMPILED_CALL, "forward"}
 
@@ -37,11 +37,6 @@ class SideEffectWatch:
 
     Hooks inside the unit are called after it, on marked tensors, as code between units; that is what they are on the
     stages that do not run the unit. A hook that changes what a module returns is part of the unit instead.
-
-    Args:
-        unit: The unit.
-        args: What it is called with.
-        kwargs: What it is called with by name.
     """
 
     def __init__(self, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -54,8 +49,9 @@ class SideEffectWatch:
             if key not in _TORCHS_OWN and type(value) in CONTAINERS
         ]
         self._arguments = containers_in((args, kwargs))
-        self._objects = ArgumentObjects((args, kwargs))
-        self._contents = {id(value): (value, value.copy()) for value in [*held, *self._arguments.values()]}
+        # the unit may run more than once, and a cache that grew in one run would be too long in the next
+        self._given = reached_from((args, kwargs), "")
+        self._contents = {id(value): Reached("", value) for value in [*held, *self._arguments.values()]}
         self._deferred: list[tuple[HookPlace, Any, tuple[Any, ...]]] = []
         # what is left besides tensors and depends on values: by place, by number among the leaves
         self.unknown: dict[_Place, dict[int, UnknownNumber]] = {}
@@ -69,7 +65,7 @@ class SideEffectWatch:
             if key not in _TORCHS_OWN and not (key in before and before[key] is value)
         }
         for path, container in self._arguments.items():
-            left[ArgumentPlace(path)] = leaves_of(new_entries(container, self._contents[id(container)][1]))
+            left[ArgumentPlace(path)] = leaves_of(new_entries(container, self._contents[id(container)].content))
         return left
 
     @contextmanager
@@ -83,9 +79,8 @@ class SideEffectWatch:
             for key in [key for key in attributes if key not in before]:
                 del attributes[key]
             attributes.update({key: value for key, value in before.items() if attributes.get(key) is not value})
-        for value, content in self._contents.values():
-            set_content(value, content)
-        self._objects.restore()
+        for reached in (*self._contents.values(), *self._given):
+            reached.restore()
         self._deferred.clear()
 
         def keep(place: HookPlace, hook: Any, *given: Any) -> Any:
@@ -100,9 +95,7 @@ class SideEffectWatch:
     def side_effects(self, mark: _Mark, passed_on: Callable[[Tensor], int | None]) -> Iterator[SideEffect]:
         """Yields what the unit left behind, and puts marked tensors in its place.
 
-        Args:
-            mark: Marks a tensor.
-            passed_on: The place of a tensor among the arguments, if it is one of them.
+        ``mark`` marks a tensor; ``passed_on`` is its place among the arguments, if it is one of them.
 
         Raises:
             ChangingHookError: A hook changes what it was given.
@@ -149,10 +142,11 @@ class SideEffectWatch:
     ) -> Iterator[SideEffect]:
         if id(container) not in self._contents:
             return
-        new = new_entries(container, self._contents[id(container)][1])
+        before = self._contents[id(container)]
+        new = new_entries(container, before.content)
         if new and _can_be_handed_on(new, or_plain=or_plain):
             content, marked = note(new)
-            set_content(container, self._contents[id(container)][1])
+            before.restore()
             add_entries(container, marked)
             # the same list may be an attribute of several modules
             del self._contents[id(container)]
@@ -174,9 +168,7 @@ class ChangingHookError(Exception):
 def _can_be_handed_on(tree: Any, *, or_plain: bool = False) -> bool:
     """Whether ``tree`` holds tensors, and besides them only what is the same for every batch of the same shapes.
 
-    Args:
-        tree: Any nesting of containers.
-        or_plain: Whether it need not hold tensors.
+    With ``or_plain`` it need not hold tensors.
     """
     leaves = leaves_of(tree)
     return (or_plain or any(isinstance(leaf, Tensor) for leaf in leaves)) and all(

@@ -29,7 +29,7 @@ class Region:
     Attributes:
         calls: What its unit calls gave: :data:`RAN` where the unit itself ran, else what stood in for it.
         num_functions: Functions of torch that gave a tensor between units, where these are followed.
-        received: By how many came before: the name of such a function, and what was taken in the place of its result.
+        received: By how many came before: the name of such a function, and what was substituted for its result.
     """
 
     calls: list[Any] = field(default_factory=list)

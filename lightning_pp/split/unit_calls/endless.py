@@ -13,11 +13,7 @@ _SECONDS = 60.0
 
 
 class UnitsCalled:
-    """Counts the calls of units in a dry run, and ends one in which the same units are called again and again.
-
-    Args:
-        num_units: Units of the model.
-    """
+    """Counts the calls of units in a dry run, and ends one in which the same units are called again and again."""
 
     def __init__(self, num_units: int) -> None:
         self._most = max(_FEWEST_CALLS, _CALLS_OF_EACH * num_units)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from lightning_pp.split._torch_private import (
     COMPILED_CALL,
     call_of,
     current_function_mode,
+    distributions_check_what_is_here,
     forward_hooks_of,
     forward_pre_hooks_of,
     has_forward_hooks,
@@ -23,21 +24,17 @@ from lightning_pp.split._torch_private import (
     without_current_function_mode,
 )
 from lightning_pp.split.data.tree import leaves_of, map_leaves
-from lightning_pp.split.fakes.distributions import distributions_check_what_is_here
+from lightning_pp.split.fakes.parameters import is_fake
+from lightning_pp.split.record.sources import sources_of
 from lightning_pp.split.record.step_record import PassedOn
 from lightning_pp.split.side_effects.containers import ABSENT, put_back
 from lightning_pp.split.side_effects.hooks import hooks_of_users, without_hooks
 from lightning_pp.split.unit_calls.checkpointed_regions import RAN, CheckpointedRegions, Region
 from lightning_pp.split.unit_calls.compilation import compiled_again, uncompiled_outside_units
 
-
-class CallHandler(Protocol):
-    """Decides what a unit call does; ``original`` runs it as if nobody had looked."""
-
-    def __call__(
-        self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any: ...
-
+CallHandler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Decides what a unit call does. It is given the unit's name, what runs the unit as if nobody had looked, and what the
+unit is called with."""
 
 _num_running = 0
 _num_handled = 0
@@ -70,6 +67,9 @@ class UnitCalls:
 
     A handler that does not run the unit may have :class:`~lightning_pp.split.record.step_record.PassedOn` in what it
     gives.
+
+    Attributes:
+        regions: The checkpointed regions around and inside of units.
     """
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
@@ -79,7 +79,7 @@ class UnitCalls:
         self._running_original = False
         self._num_ran = 0
         self._patches: dict[str, _Patch] = {}
-        self._regions = CheckpointedRegions(self._replaying)
+        self.regions = CheckpointedRegions(self._replaying)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -91,7 +91,7 @@ class UnitCalls:
             yield
             return
         saved: list[tuple[dict[str, Any], Any, Any]] = []
-        with _plain_attention(), distributions_check_what_is_here(), self._regions.remembered():
+        with _plain_attention(), distributions_check_what_is_here(_is_missing), self.regions.remembered():
             self._is_installed = True
             try:
                 for name, unit in self._units.items():
@@ -101,9 +101,9 @@ class UnitCalls:
                     originals = call_of(unit) if compiled in (None, ABSENT) else compiled, unit.forward
                     patch = self._patches.get(name)
                     if patch is None or patch.originals != originals:
-                        call, forward = self._patched_call(name, unit, originals[0]), originals[1]
-                        patch = _Patch(originals, call, self._patched_forward(name, forward))
-                        self._patches[name] = patch
+                        call = self._patched(name, unit, originals[0], is_forward=False)
+                        forward = self._patched(name, unit, originals[1], is_forward=True)
+                        patch = self._patches[name] = _Patch(originals, call, forward)
                     attributes[COMPILED_CALL], attributes["forward"] = patch.call, patch.forward
                 yield
             finally:
@@ -111,18 +111,6 @@ class UnitCalls:
                 for attributes, compiled, forward in saved:
                     put_back(attributes, COMPILED_CALL, compiled)
                     put_back(attributes, "forward", forward)
-
-    def running_region(self) -> int | None:
-        """A number for the outermost checkpointed region that runs now; None outside of one."""
-        return self._regions.running
-
-    def num_regions(self) -> int:
-        """How many checkpointed regions were opened so far."""
-        return self._regions.num_regions
-
-    def watch_regions(self, watching: Callable[[], AbstractContextManager[None]]) -> None:
-        """Has the code of each checkpointed region run in a context of its own, the first time."""
-        self._regions.watching = watching
 
     def handled_by(self, handler: CallHandler) -> AbstractContextManager[None]:
         """Routes unit calls through ``handler`` within the context."""
@@ -133,29 +121,20 @@ class UnitCalls:
         with self.installed(), _InCharge(self, handler):
             yield
 
-    def _patched_call(self, name: str, unit: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _patched(
+        self, name: str, unit: nn.Module, original: Callable[..., Any], *, is_forward: bool
+    ) -> Callable[..., Any]:
         run = partial(self._run, original)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def patched(*args: Any, **kwargs: Any) -> Any:
             handler = self._handler
             if handler is None or self._running_original:
                 return original(*args, **kwargs)
-            if has_forward_hooks(unit):
+            if not is_forward and has_forward_hooks(unit):
                 return self._call_with_hooks(handler, name, unit, original, args, kwargs)
             return self._route(handler, name, run, args, kwargs)
 
-        return call
-
-    def _patched_forward(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        run = partial(self._run, original)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            handler = self._handler
-            if handler is None or self._running_original:
-                return original(*args, **kwargs)
-            return self._route(handler, name, run, args, kwargs)
-
-        return forward
+        return patched
 
     def _call_with_hooks(
         self,
@@ -198,8 +177,8 @@ class UnitCalls:
                 given = output
         finally:
             _num_handled -= 1
-            if self._regions.open:
-                self._regions.note(given)
+            if self.regions.open:
+                self.regions.note(given)
         return output
 
     def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -218,11 +197,6 @@ class UnitCalls:
         finally:
             self._running_original = False
             _num_running -= 1
-
-    def note_function(self, name: str, received: Tensor | None) -> None:
-        """As of :class:`CheckpointedRegions`: whoever follows the code between units tells of each function."""
-        if self._regions.open:
-            self._regions.note_function(name, received)
 
     @contextmanager
     def _replaying(self, region: Region) -> Iterator[None]:
@@ -245,7 +219,7 @@ class UnitCalls:
 
 
 class _ReplayedFunctions(OutsideUnits):
-    """Within, functions between units give what was received in the place of their results in a region's first run."""
+    """Within, functions between units return what was received instead of their results in a region's first run."""
 
     def __init__(self, region: Region) -> None:
         super().__init__()
@@ -287,8 +261,8 @@ class _InCharge:
     def __exit__(self, *_: object) -> None:
         calls = self._calls
         calls._handler, calls._running_original = self._before
-        if calls._handler is None and calls._regions.open:
-            calls._regions.close()
+        if calls._handler is None and calls.regions.open:
+            calls.regions.close()
 
 
 def with_passed_on(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -317,6 +291,10 @@ def _replaced_inputs(
     if replacement is None:
         return args, kwargs
     return replacement if isinstance(replacement, tuple) else (replacement,), kwargs
+
+
+def _is_missing(tensor: Tensor) -> bool:
+    return is_fake(tensor) or bool(sources_of(tensor))
 
 
 @contextmanager

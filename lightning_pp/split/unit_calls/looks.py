@@ -20,13 +20,7 @@ _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def values_looked_at(func: Any, args: Any, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Of the tensors that the operation ``func`` is given, those whose values decide more than values.
-
-    Args:
-        func: The operation.
-        args: What it is given.
-        inputs: The tensors in that.
-    """
+    """Of ``inputs``, the tensors that the operation ``func`` is given, those whose values decide more than values."""
     if func is _INDEX:  # by places; only masks make shapes of their content
         return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
     return inputs if _looks(func) else ()
@@ -40,8 +34,7 @@ def _looks(func: Any) -> bool:
 class StepWatch(OperationsMode):  # type: ignore[no-untyped-call]
     """Watches the operations of a rehearsal.
 
-    Args:
-        num_calls: Gives the number of unit calls so far.
+    ``num_calls`` gives the number of unit calls so far.
 
     Attributes:
         num_looks: How often code outside units saw values of tensors that have data.

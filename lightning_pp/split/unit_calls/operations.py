@@ -3,7 +3,7 @@
 On one stage a value is a tensor with data, on another a fake. What tells an operation from all others is the same on
 both: the function of torch that is called, between which unit calls, on which values (outputs of units, and results of
 operations that are known themselves), and how many others like it came before. So a stage can take what it has received
-in the place of what an operation gives there.
+instead of what an operation gives there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OnOperation = Callable[[int, OperationPlace, list[Tensor], Tensor], Tensor]
 """Is told the number of an operation, its place, the tensors that it was given and what it gave; returns what it shall
 give."""
 NoteFunction = Callable[[str, Tensor | None], None]
-"""As :meth:`lightning_pp.split.unit_calls.interception.UnitCalls.note_function`."""
+"""As :meth:`lightning_pp.split.unit_calls.checkpointed_regions.CheckpointedRegions.note_function`."""
 
 
 class OperationCalls(OutsideUnits):
@@ -43,7 +43,7 @@ class OperationCalls(OutsideUnits):
         on_other: Is told of each operation on values that is not known.
 
     Attributes:
-        counts: How often each operation has come, by the place of the first of those that are told apart by order only.
+        counts: How often each operation has run, by the place of the first of those that differ in their order only.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class OperationCalls(OutsideUnits):
                 setattr(leaf, _VALUE, (self._run, Value(call.index, position)))
 
     def have_come(self, record: StepRecord, numbers: Iterable[int]) -> bool:
-        """Whether this run has come to the operations ``numbers``, and to each as often as the record."""
+        """Whether this step has run the operations ``numbers``, each as often as the record."""
         places = [record.operations[number].place._replace(num_before=0) for number in numbers]
         return all(self.counts[place] == record.num_alike[place] for place in places)
 
@@ -112,7 +112,7 @@ class OperationCalls(OutsideUnits):
 
 
 def lost_operation(place: OperationPlace, line: str) -> str:
-    """What is wrong where a run of a step has not come to an operation as the recorded step did."""
+    """What is wrong where a step has not run an operation as the recorded step did."""
     return (
         f"In the recorded step {line} computed a tensor that crosses between stages ({place.name}), but this step did "
         f"not run that line in the same way (seen at {user_line()}). Every stage must run the same code between units. "

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lightning_pp.split._torch_private import COMPILED_CALL, HELD_BY_RECURRENT_LAYERS
 from lightning_pp.split.data.tree import entries_of, is_object, leaves_of
 from lightning_pp.split.fakes.conversion import convertible_fakes
-from lightning_pp.split.fakes.fake_mode import NeedsDataError, attempts_untold
-from lightning_pp.split.fakes.made_up_data import AsFake
+from lightning_pp.split.fakes.fake_mode import AsFake, NeedsDataError, attempts_untold
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 from lightning_pp.split.head.parts import HeadPart
 from lightning_pp.split.record.source_lines import user_line
@@ -67,12 +66,7 @@ class _Known:
 
 
 class UnitSizes:
-    """Finds out what units return for arguments of other sizes, once for all units that are built alike.
-
-    Args:
-        units: Names and modules of the units.
-        fake_parameters: Makes the fakes.
-    """
+    """Finds out what units return for arguments of other sizes, once for all units that are built alike."""
 
     def __init__(self, units: Mapping[str, nn.Module], fake_parameters: FakeParameters) -> None:
         self._units = units
@@ -82,19 +76,24 @@ class UnitSizes:
         self._need_data: set[type[nn.Module]] = set()
         self._of_rehearsal: ExitStack | None = None
 
+    def kinds(self) -> Hashable:
+        """The settings of all units, without their tensors, which other ranks have."""
+        modules = ((name, child) for unit in self._units.values() for name, child in unit.named_modules())
+        return tuple((type(child), *_settings_of(child, is_unit=not name)) for name, child in modules)
+
     @contextmanager
     def in_rehearsal(self, *, from_start: bool) -> Iterator[None]:
         """Around a rehearsal: all parameters are fake, from its start or from the first unit that runs in it."""
         self._kinds.clear()  # attributes inside units may change
         with ExitStack() as self._of_rehearsal:
-            if from_start:
+            if from_start or self._fakes.stand_for_shards:
                 self._make_fake()
             yield
 
     def _make_fake(self) -> None:
         stack, self._of_rehearsal = self._of_rehearsal, None
         if stack is not None:
-            stack.enter_context(self._fakes.all_fake(_unmarked))
+            stack.enter_context(self._fakes.all_fake())
 
     def resized(
         self,
@@ -107,15 +106,8 @@ class UnitSizes:
     ) -> UnitCall | None:
         """``call`` with what its unit returns for these arguments; ``call`` itself where that is the same.
 
-        None where something else than sizes differs, or the unit cannot run without data.
-
-        Args:
-            call: A recorded call of the unit.
-            dtype: That of computation; None: as activations are.
-            watch: Watches the rehearsal.
-            original: Runs the unit.
-            args: What it is called with now.
-            kwargs: What it is called with by name.
+        None where something else than sizes differs, or the unit cannot run without data. ``dtype`` is that of
+        computation (None: as activations are), and ``watch`` watches the rehearsal.
         """
         looks_at = None if call.looks_at is None else fingerprint_of(args, kwargs)
         given = cast_activations(call, args, kwargs, dtype)
@@ -170,7 +162,7 @@ class UnitSizes:
         unit = self._units[call.unit]
         given = leaves_of((args, kwargs))
         left = SideEffectWatch(unit, args, kwargs)
-        computing = nullcontext() if isinstance(unit, HeadPart) else self._fakes.computing(call.unit, _unmarked)
+        computing = nullcontext() if isinstance(unit, HeadPart) else self._fakes.computing(call.unit)
         flops, looks = watch.flops.get(None, 0), watch.looks_in_units
         try:
             with preserved_state(unit), self._without_data(), computing:
@@ -212,7 +204,7 @@ class UnitSizes:
         """What two units share that do the same with the same arguments."""
         if unit not in self._kinds:
             self._kinds[unit] = tuple(
-                (name, type(child), *_settings_of(child, is_unit=not name))
+                (name, type(child), *_settings_of(child, is_unit=not name), *_tensors_of(child))
                 for name, child in self._units[unit].named_modules()
             )
         return self._kinds[unit]
@@ -223,6 +215,9 @@ def _settings_of(module: nn.Module, *, is_unit: bool) -> Iterator[Hashable]:
         is_replaced = is_unit and key in ("forward", COMPILED_CALL)  # where calls of it are intercepted
         if key == "training" or not (key in _NO_SETTINGS or is_replaced or isinstance(value, Tensor)):
             yield key, _outline(value)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Hashable]:
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         yield name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
@@ -237,7 +232,7 @@ def _outline(value: Any) -> Hashable:
 
 
 def _described(given: Any) -> Iterator[Hashable]:
-    """All that a unit which does not look at data may go by in its arguments."""
+    """All that a unit which does not look at data can know of its arguments."""
     for leaf in leaves_of(given):
         if is_object(leaf):
             for place, entry in entries_of(leaf, ""):
@@ -256,7 +251,3 @@ def _described_leaf(leaf: Any) -> Hashable:
 
 def _refuse(*_: Any) -> NoReturn:
     raise NeedsDataError("a value", user_line())
-
-
-def _unmarked(fake: nn.Parameter, name: str) -> None:
-    """Nobody follows the fakes of a rehearsal."""

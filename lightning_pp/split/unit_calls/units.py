@@ -78,10 +78,6 @@ def most_units(module: nn.Module, patterns: Sequence[str] | None = None) -> int:
     """How many units ``module`` has if its step calls every block of a list as such, and everything else in parts.
 
     A step that calls the parts of blocks one by one has more; only recording it tells.
-
-    Args:
-        module: The whole model.
-        patterns: As of :func:`discover_units`.
     """
     blocks = set() if patterns is not None else _repeated_blocks(module)
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
-import torch
 from torch import nn
 
 from lightning_pp.errors import SplitError
 from lightning_pp.planning.step_plans import MAX_PLANS
 from lightning_pp.planning.step_state import StepState
 from lightning_pp.split.dry_run.rehearsal import Rehearsed, rehearse
-from lightning_pp.split.fakes.parameters import has_data
+from lightning_pp.split.fakes.parameters import FakeParameters, has_data
 from lightning_pp.split.record.reduction import Place
 from lightning_pp.split.record.source_lines import innermost_user_line
 from lightning_pp.split.record.step_record import StepRecord
@@ -70,25 +69,23 @@ class StepCounting:
     anything has changed on which the step may depend.
 
     Args:
-        module: The user's module.
+        fake_parameters: Those of the user's module.
         units: Its units.
         metrics: Left alone while counting.
-        device: Where this rank computes.
         forward_context: Goes around steps, as of the precision plugin.
     """
 
     def __init__(
         self,
-        module: pl.LightningModule,
+        fake_parameters: FakeParameters,
         units: Mapping[str, nn.Module],
         metrics: PipelineMetrics,
-        device: torch.device,
         forward_context: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._module = module
+        self._fakes = fake_parameters
+        self._module = cast(pl.LightningModule, fake_parameters.module)
         self._units = units
         self._metrics = metrics
-        self._device = device
         self._forward_context = forward_context
         self._traces: dict[int, _Traced] = {}
 
@@ -142,8 +139,10 @@ class StepCounting:
             stack.enter_context(ScaledStep(step.facts, step.scale, has_data, counted))
             if tracing is not None:
                 stack.enter_context(tracing)
+            stack.enter_context(self._fakes.all_fake() if self._fakes.stand_for_shards else nullcontext())
             preserving = preserved_state(self._module) if step.record.mutated_attributes else None
-            _, failure = rehearse(step.record, self._units, step.call, self._device, step.seed, preserving=preserving)
+            device = self._fakes.device
+            _, failure = rehearse(step.record, self._units, step.call, device, step.seed, preserving=preserving)
         if failure is None or counted.are_complete:
             return counted
         if not step.is_training:  # an evaluation, whose end may need data; its first batch is checked

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from lightning_pp.distributed.sizes import resolve_num_microbatches
+from lightning_pp.errors import BatchError, ConfigurationError, SplitError, add_note
 from lightning_pp.planning.pipeline_options import PipelineOptions
-from lightning_pp.split.data.microbatch import Microbatch, batch_size_of, split_batch, split_by
-from lightning_pp.split.data.row_references import lengths_noted, refuse_row_references
+from lightning_pp.split.data.microbatch import (
+    BatchDim,
+    Microbatch,
+    batch_size_of,
+    described,
+    dims_of_samples,
+    placed_tensors,
+    split_batch,
+    split_by,
+)
+from lightning_pp.split.data.row_references import other_dims, refuse_row_references
+from lightning_pp.split.record.source_lines import UNKNOWN_LINE, innermost_user_line
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _NUM_CHECKED = 2
+_OWN_ERRORS = (BatchError, ConfigurationError, SplitError)
 
 
 class BatchCutter:
@@ -55,7 +68,7 @@ class BatchCutter:
 
     def noted(self, batch: Any, number: int) -> AbstractContextManager[None]:
         """An exception within has a note on how ``batch`` was cut, unless the user's function did."""
-        return nullcontext() if self.is_users else lengths_noted(batch, number, self._batch_dim)
+        return nullcontext() if self.is_users else _cut_noted(batch, number, self._batch_dim)
 
     @property
     def is_users(self) -> bool:
@@ -67,3 +80,27 @@ class BatchCutter:
         if self._split is not None:
             return split_by(self._split, batch, number)
         return split_batch(batch, number, self._batch_dim)
+
+
+@contextmanager
+def _cut_noted(batch: Any, num_microbatches: int, batch_dim: BatchDim) -> Iterator[None]:
+    """Adds to an exception of the user's code, or of a cut that may be the cause, how the batch was cut."""
+    try:
+        yield
+    except Exception as error:
+        if num_microbatches > 1:
+            named, text = dims_of_samples(batch, batch_dim), other_dims(batch, batch_dim)
+            lengths = {place: len(each) for place, each in placed_tensors(batch).items() if id(each) not in named}
+            if len(set(lengths.values())) > 1:
+                text = (
+                    f"There its tensors differ in length: {described(lengths)}. Tensors of the most frequent length "
+                    "were cut. The others went whole to every microbatch. If rows refer to each other, give "
+                    f"PipelineParallelStrategy(split_batch=...).{text}"
+                )
+            is_users = not isinstance(error, _OWN_ERRORS) and innermost_user_line(error) != UNKNOWN_LINE
+            if is_users and not text:
+                text = "The step runs on one microbatch at a time. Its code must not need all samples of the batch."
+            if text:
+                cut = f"The batch was cut into {num_microbatches} microbatches along dimension 0."
+                add_note(error, f"{cut} {text.lstrip()}")
+        raise

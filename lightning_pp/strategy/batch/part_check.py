@@ -230,10 +230,10 @@ class PartCheck:
             raise
 
     def _of_whole(self, draws: Draws) -> Around:
-        return lambda index, stage: draws.on_whole(stage, is_end=index == END_OF_BATCH)
+        return lambda index, stage: draws.around(stage, is_end=index == END_OF_BATCH)
 
     def _of_parts(self, draws: Draws) -> Around:
-        return lambda index, stage: draws.on_part(stage, *self._places[index], is_end=index == END_OF_BATCH)
+        return lambda index, stage: draws.around(stage, self._places[index], is_end=index == END_OF_BATCH)
 
     def _culprit(self, observe: Observe, ends_run: bool) -> Found:
         """Runs both again, watched: each part with the buffers as before the batch, and auxiliary losses of the whole.

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import BatchError
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.planning.step_plans import signature_of
+from lightning_pp.planning.step_plans import key_of
 from lightning_pp.planning.step_state import AttributesOutsideUnits, StepState, holds_objects
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.split.data.microbatch import Microbatch
@@ -26,7 +26,7 @@ from lightning_pp.strategy.batch.counting import StepCounting
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.differences import Around
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
-from lightning_pp.strategy.batch.scaling import BatchScaling, BatchSteps, TwoSizes, two_sizes
+from lightning_pp.strategy.batch.scaling import BatchScaling, BatchSteps, ScaledBatch, TwoSizes, two_sizes
 from lightning_pp.strategy.batch.scopes import StepScopes
 from lightning_pp.strategy.batch.whole_batch import (
     END_OF_BATCH,
@@ -34,7 +34,6 @@ from lightning_pp.strategy.batch.whole_batch import (
     WholeBatchScopes,
     ending_with_batch,
     in_one_piece,
-    not_scaled,
     work_of,
 )
 from lightning_pp.strategy.results.attributes import StepAttributes, kept_by_step
@@ -81,13 +80,13 @@ class BatchPreparation:
         self.metrics = metrics
         self._precision = precision = surroundings.precision
         self._rank = surroundings.rank
-        self._device = device = surroundings.device
+        self._device = surroundings.device
         self._cutter = cutter
         self._recorded_step = recorded_step
         self._ends_with_batch = surroundings.options.schedule.whole_batch_loss
         self._is_dynamic = surroundings.options.batches.dynamic_step
-        self._parameters = frozen.all()
-        counting = StepCounting(module, split.units, metrics, device, precision.forward_context)
+        self._frozen = frozen
+        counting = StepCounting(split.fake_parameters, split.units, metrics, precision.forward_context)
         self.allows_auxiliary = surroundings.options.batches.auxiliary_losses == "per_microbatch"
         self._scaling = BatchScaling(groups, counting, allows_auxiliary=self.allows_auxiliary)
         self._whole_batches = WholeBatchPlans()
@@ -159,13 +158,9 @@ class BatchPreparation:
         earlier: EarlierRun | None,
     ) -> StepRecord:
         """A dry run of the step on a part of the batch."""
-        if earlier is None:  # a check of the batch needs its plan as well
-            record = self._plan(call, part, seed_inter_unit, state).record
-            if not record.is_resized:
-                return record
-        recorded = self._recorded_step(call, part)
-        return self.split.plans.record(
-            recorded, with_gradients=call.training, seed_inter_unit=seed_inter_unit, earlier=earlier
+        plan, recorded = self._plan(call, part, seed_inter_unit, state), self._recorded_step(call, part)
+        return self.split.plans.record_of_reductions(
+            plan, recorded, seed_inter_unit, earlier, with_gradients=call.training
         )
 
     def _prepare_whole(
@@ -193,7 +188,8 @@ class BatchPreparation:
         attributes, updates = StepAttributes(self.module, self._kept_by([plan.tail])), self._updates_of([plan.tail])
         # the batch comes last, at END_OF_BATCH
         call_part = self._caller(call, [*(each.data for each in microbatches), batch], [plan.tail], updates, around)
-        logs, scaled = StepLogs(), not_scaled(number, factor)
+        # without corrections: the loss is that of the whole batch already
+        logs, scaled = StepLogs(), ScaledBatch([factor] * number, lambda: None)
         scopes = WholeBatchScopes(
             self.module, self._precision, logs, self.metrics, attributes, scaled, self.split.placement, self._rank
         )
@@ -235,9 +231,8 @@ class BatchPreparation:
         state: StepState,
         end_of_batch: StepRecord | None = None,
     ) -> StepPlan:
-        trainable = tuple(parameter.requires_grad for parameter in self._parameters) if call.training else None
-        signature = (signature_of(microbatch.data), end_of_batch is not None)
-        key = (call.step, signature_of(call.rest[1:]), trainable, signature)
+        frozen, is_part = self._frozen.names() if call.training else [], end_of_batch is not None
+        key = key_of(call.step, call.rest[1:], microbatch.data, frozen, is_part=is_part)
         recorded = self._recorded_step(call, microbatch)
         with self._recordings.watching(call.step, microbatch.data):
             return self.split.plans.plan(

@@ -12,7 +12,6 @@ from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.record.whole_batch import WholeBatchPlan, plan_whole_batch
-from lightning_pp.strategy.batch.scaling import ScaledBatch
 from lightning_pp.strategy.batch.scopes import StepScopes
 
 END_OF_BATCH = -1
@@ -60,11 +59,6 @@ def ending_with_batch(step: Callable[[DryRun], Any], end: StepRecord | None = No
         return step(dry)
 
     return run
-
-
-def not_scaled(num_microbatches: int, factor: float) -> ScaledBatch:
-    """Weights without corrections: the loss is that of the whole batch already."""
-    return ScaledBatch([factor] * num_microbatches, lambda: None)
 
 
 def in_one_piece(batch: Any, microbatches: Sequence[Microbatch]) -> Microbatch:

@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -19,42 +17,45 @@ from lightning_pp.distributed.meshes import tensor_mesh
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.sharding.shard_updates import is_elementwise
-from lightning_pp.split.data.tree import map_leaves, own_containers
-from lightning_pp.split.head.parts import HeadPart
-from lightning_pp.tensor import Plan, TensorParallelUnits
+from lightning_pp.split.data.tree import own_containers
+from lightning_pp.split.head.parts import HeadPart, is_head
+from lightning_pp.strategy.surroundings import Surroundings
+from lightning_pp.tensor import TensorParallelUnits, tied_along_vocabulary
 
 
 def tensor_parallel_units(
-    split: SplitModel, rank: int, plan: Plan, mesh: DeviceMesh, record: Callable[[], Any]
+    split: SplitModel, given: Surroundings, record: Callable[[], Any]
 ) -> TensorParallelUnits | None:
     """The units of this rank with cuts for their parameters, which are still whole; None for one tensor rank.
 
-    Args:
-        split: The split model, of which nothing is dropped yet.
-        rank: This rank's place in the pipeline.
-        plan: ``tensor_parallel_plan`` of the strategy.
-        mesh: The whole mesh.
-        record: Makes a dry run of the step.
+    Nothing of ``split`` is dropped yet, and ``record`` makes a dry run of the step.
 
     Raises:
         ConfigurationError: The plan does not fit the model.
     """
-    axis = tensor_mesh(mesh)
+    axis = tensor_mesh(given.mesh)
     if axis is None:
         return None
-    own = split.units_of(rank)
+    own = split.units_of(given.rank)
     units = {name: unit for name, unit in own.items() if not isinstance(unit, HeadPart)}
     names = split.fake_parameters.names
+    direct = {names[name] for name in split.direct}
+    calls = [call.unit for call in split.record.calls]
+    head = calls[-1] if calls and calls.count(calls[-1]) == 1 and is_head(split.units[calls[-1]]) else None
+    called = {split.units[name] for name in calls}
+    tied = tied_along_vocabulary(split.module, called, head, given.tensor_parallel_plan, axis.size()) - direct
     # tied to a unit of another rank, or used by the code between units
-    shared = {names[name] for name in split.owners if name in split.direct or len(split.ranks_of(name)) > 1}
-    for part in own.values():
-        if isinstance(part, HeadPart):
-            shared.update(split.module.get_submodule(part.head_name).parameters())
-    found = TensorParallelUnits(split.module, units, plan, axis.get_group(), shared)
-    calls: list[tuple[str, Any]] = []
+    shared = {names[name] for name in split.owners if len(split.ranks_of(name)) > 1}.difference(tied) | direct
+    found = TensorParallelUnits(
+        split.module, units, given.tensor_parallel_plan, axis.get_group(), shared, given.sequence_parallel, tied, head
+    )
+    if head is not None and not given.options.schedule.whole_batch_loss:
+        is_recomputed = split.recomputation is not None and head in split.recomputation.units
+        found.defers_logits = not (is_recomputed or split.record.calls[-1].leaves[0].edited_in_place)
+    seen: list[tuple[str, tuple[Any, Any]]] = []
 
     def note(name: str, unit: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        calls.append((name, own_containers((args, kwargs))))
+        seen.append((name, own_containers((args, kwargs))))
 
     hooks = [u.register_forward_pre_hook(partial(note, name), with_kwargs=True) for name, u in units.items()]
     try:
@@ -62,8 +63,8 @@ def tensor_parallel_units(
     finally:
         for hook in hooks:
             hook.remove()
-    for name, given in calls:
-        found.observe(name, *map_leaves(_without_data, given))
+    for name, (args, kwargs) in seen:
+        found.observe(name, args, kwargs)
     found.plan()
     return found
 
@@ -100,7 +101,3 @@ def refuse_other_updates(optimizer: Optimizer, cut: Mapping[str, nn.Parameter]) 
             "element by itself (AdamW, SGD, ...), or leave these parameters whole: tensor_parallel_plan={"
             f"{names[0].rpartition('.')[0]!r}: 'replicate', ...}}."
         )
-
-
-def _without_data(leaf: Any) -> Any:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf

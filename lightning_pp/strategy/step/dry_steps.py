@@ -22,6 +22,7 @@ from lightning_pp.split.record.source_lines import innermost_user_line, user_lin
 from lightning_pp.split.reductions.recording import is_number
 from lightning_pp.strategy._lightning_private import trainer_of
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
+from lightning_pp.strategy.lightning.patching import replaced
 from lightning_pp.strategy.results.metrics import metrics_suspended
 from lightning_pp.strategy.results.outputs import loss_of
 from lightning_pp.strategy.step.held_output import output_held
@@ -53,13 +54,8 @@ def logging_to(
         for name, value in dictionary.items():
             log(name, value, *args, **kwargs)
 
-    replaced = {"log": log, "log_dict": log_dict}
-    module.__dict__.update(replaced)
-    try:
+    with replaced(module, log=log, log_dict=log_dict):
         yield
-    finally:
-        for name in replaced:
-            module.__dict__.pop(name, None)
 
 
 def _check_loggable(name: str, value: Any) -> None:

@@ -30,9 +30,10 @@ class FrozenParameters:
         self._others = {canonical[name]: fake_parameters.parameter(name) for name in fake_parameters.released}
         self._told = self._frozen()
 
-    def all(self) -> list[nn.Parameter]:
-        """The parameters of this rank, and what stands for those of others."""
-        return [*self._own.values(), *self._others.values()]
+    def names(self) -> list[str]:
+        """Of all parameters that are frozen, other ranks' too."""
+        everywhere = (*self._own.items(), *self._others.items())
+        return [name for name, parameter in everywhere if not parameter.requires_grad]
 
     def own(self) -> Frozen:
         """For the other ranks: names of this rank's parameters that are frozen, and of all others of this rank."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_pp.split.head.cross_entropy import check_classes
 from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark, whole_shape
 from lightning_pp.tensor.functions import scattered_sum
 from lightning_pp.tensor.region import Region, Rule, cuts_of, origins_of
@@ -167,13 +168,28 @@ def einsum(region: Region, func: Function, args: Arguments, kwargs: dict[str, An
 
 
 def embedding(region: Region, func: Function, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """An embedding whose columns are cut."""
-    tokens, weight, *rest = args
+    """An embedding whose rows or columns are cut: the sum of the rows that each rank has, or their parts."""
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    tokens, weight = given.pop("input"), given.pop("weight")
+    if region.adopt is not None:
+        weight, _ = region.adopt(weight, None, tokens, 1, 0)
     cut = cut_of(weight)
-    if cut is None or cut.dim != 1 or cut_of(tokens) is not None:
-        raise CutError("looks up rows in a table that is not sharded by columns", origins_of(args, kwargs))
-    result = func(tokens, weight, *rest, **kwargs)
-    return mark(result, cut.at(result.dim() - 1))
+    if cut_of(tokens) is not None:
+        raise CutError("looks up rows of which each rank has a part", origins_of(args, kwargs))
+    if cut is None:
+        return func(*args, **kwargs)
+    if cut.dim == 1:
+        result = func(tokens, weight, **given)
+        return mark(result, cut.at(result.dim() - 1))
+    check_classes(tokens, cut.size, torch.iinfo(tokens.dtype).min)
+    num_rows = weight.shape[0]
+    tokens, padding = tokens - region.rank * num_rows, given.pop("padding_idx", None)
+    if padding is not None and 0 <= padding % cut.size - region.rank * num_rows < num_rows:
+        given["padding_idx"] = padding % cut.size - region.rank * num_rows
+    elsewhere = (tokens < 0) | (tokens >= num_rows)
+    result = func(tokens.masked_fill(elsewhere, 0), weight, **given)
+    return region.summed(result.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
 RULES: dict[str, Rule] = {

@@ -45,7 +45,9 @@ def lora_fit(base: Path, num_processes: int, path: Path | None) -> tuple[float, 
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=num_processes,
-        strategy=PipelineParallelStrategy(2, num_microbatches=2) if num_processes > 1 else "auto",
+        strategy=PipelineParallelStrategy(2, num_microbatches=2, check_first_batches=False)
+        if num_processes > 1
+        else "auto",
         max_steps=2,
         logger=False,
         enable_checkpointing=False,

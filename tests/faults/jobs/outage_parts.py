@@ -134,7 +134,9 @@ def fit_with(kind: str, folder: str, pipeline: int, broken: bool = False, of_ran
     trainer = L.Trainer(
         accelerator="cpu",
         devices=pipeline,
-        strategy=PipelineParallelStrategy(pipeline, num_microbatches=2) if pipeline > 1 else "auto",
+        strategy=PipelineParallelStrategy(pipeline, num_microbatches=2, check_first_batches=False)
+        if pipeline > 1
+        else "auto",
         max_epochs=1,
         logger=logger,
         callbacks=[

@@ -96,25 +96,34 @@ def assert_same(found: list[dict[str, Any]], expected: dict[str, Any], kinds: tu
 
 FULL_SHARD, REPLICAS = {"sharding": "full_shard"}, {"sharding": "full_shard", "data_parallel_replicate_size": 2}
 EVERY = tuple(kind for kind in KINDS if kind != "global")
+# by day each kind once, and each way of sharding
+WAYS: dict[str, tuple[Layout, dict[str, Any], tuple[str, ...]]] = {
+    "full_shard": (
+        Layout("zb_v", 2, replicas=2, num_microbatches=4),
+        FULL_SHARD,
+        ("adafactor", "muon", "normalized", "preconditioned"),
+    ),
+    "hsdp": (Layout("1f1b", 1, replicas=4, num_microbatches=2), REPLICAS, ("derived", "quantized")),
+    "offloaded": (
+        Layout("1f1b", 2, replicas=2, num_microbatches=2),
+        {"sharding": "shard_grad_op", "cpu_offload": True},
+        ("quantized", "schedule free"),
+    ),
+    "replicate": (Layout("zb_h1", 2, replicas=2, num_microbatches=2), {"sharding": "replicate"}, ()),
+}
 
 
-@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
-    ("layout", "options"),
+    ("layout", "options", "kinds"),
     [
-        (Layout("zb_v", 2, replicas=2, num_microbatches=4), FULL_SHARD),
-        (Layout("1f1b", 1, replicas=4, num_microbatches=2), REPLICAS),
-        (Layout("1f1b", 2, replicas=2, num_microbatches=2), {"sharding": "shard_grad_op", "cpu_offload": True}),
-        pytest.param(
-            Layout("zb_h1", 2, replicas=2, num_microbatches=2), {"sharding": "replicate"}, marks=pytest.mark.nightly
-        ),
+        *(pytest.param(*way, id=name) for name, way in WAYS.items() if way[2]),
+        *(pytest.param(*way[:2], EVERY, id=f"all, {name}", marks=pytest.mark.nightly) for name, way in WAYS.items()),
     ],
-    ids=["full_shard", "hsdp", "offloaded", "replicate"],
 )
-def test_as_one_device(pool: WorkerPool, layout: Layout, options: dict[str, Any]) -> None:
-    expected = pool.run(trained, None, EVERY, {}, world_size=1, timeout=120)[0]
-    found = pool.run(trained, layout, EVERY, options, world_size=4, timeout=200)
-    assert_same(found, expected, EVERY)
+def test_as_one_device(pool: WorkerPool, layout: Layout, options: dict[str, Any], kinds: tuple[str, ...]) -> None:
+    expected = pool.run(trained, None, kinds, {}, world_size=1, timeout=120)[0]
+    found = pool.run(trained, layout, kinds, options, world_size=4, timeout=200)
+    assert_same(found, expected, kinds)
 
 
 def saved(layout: Layout, path: Path, options: dict[str, Any]) -> None:

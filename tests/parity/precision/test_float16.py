@@ -114,7 +114,9 @@ def fitted(device: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
     trainer = L.Trainer(
         accelerator="gpu" if device == "cuda" else "cpu",
         **placed(device, num_ranks),
-        strategy="auto" if strategy is None else PipelineParallelStrategy(num_microbatches=2, **strategy),
+        strategy="auto"
+        if strategy is None
+        else PipelineParallelStrategy(num_microbatches=2, **strategy, check_first_batches=False),
         plugins=MixedPrecision("16-mixed", device, scaler),
         gradient_clip_val=0.05,
         max_epochs=1,

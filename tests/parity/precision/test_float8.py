@@ -50,7 +50,7 @@ def train_pipeline(recipe: str, settings: dict[str, Any], **options: Any) -> tup
     WeightGradientQueue.watched = waited = set()
     devices = settings.pop("devices", 2)
     try:
-        strategy = PipelineParallelStrategy(pipeline_parallel_size=2, **settings)
+        strategy = PipelineParallelStrategy(pipeline_parallel_size=2, **settings, check_first_batches=False)
         return *train(recipe, strategy, devices=devices, **options), {tuple(shape) for shape in waited}
     finally:
         WeightGradientQueue.watched = None

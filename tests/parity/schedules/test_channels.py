@@ -80,7 +80,8 @@ LAYOUTS += [
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=str)
 def test_training_is_that_of_one_device(pool: WorkerPool, model: str, layout: Layout) -> None:
-    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm")
+    only_trains = layout.schedule == "auto"
+    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm", only_trains=only_trains)
     outcomes = pool.run(
         train_over_channels, ChannelTransport, settings, layout, world_size=layout.world_size, timeout=120
     )
@@ -102,7 +103,7 @@ BY_DAY = {("zb_v", "full_shard")}
     ],
 )
 def test_replicas_train_as_one_device_in_every_sharding(pool: WorkerPool, schedule: str, sharding: str) -> None:
-    settings, layout = Settings("residual_mlp"), Layout(schedule, 2, 2, 4)
+    settings, layout = Settings("residual_mlp", only_trains=True), Layout(schedule, 2, 2, 4)
     outcomes = pool.run(
         train_over_channels, ChannelTransport, settings, layout, sharding, world_size=layout.world_size, timeout=120
     )

@@ -37,7 +37,6 @@ SUMS: list[Any] = [
     (4, 1, 6, ("zb_h2",)),
     *(pytest.param((ranks, 1, 6, BY_HAND), marks=pytest.mark.nightly) for ranks in (3, 4)),
 ]
-MORE = [(2, 2, 3), (3, 1, 4)]
 EVERYWHERE = [
     (pipeline, replicas, m, (*ALL, "csv"))
     for pipeline, replicas, numbers in ((2, 1, (1, 5)), (2, 2, (3, 5)), (3, 1, (2, 4, 7)), (4, 1, (3, 6, 7)))
@@ -121,10 +120,9 @@ def test_gradients_where_sums_between_units_cross(
     check(pool, tmp_path, *case, sums=True)
 
 
+@pytest.mark.nightly  # by day with accumulation, below
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("pipeline", "replicas", "m"), [(2, 1, 3), *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE)]
-)
+@pytest.mark.parametrize(("pipeline", "replicas", "m"), [(2, 1, 3), (2, 2, 3), (3, 1, 4)])
 def test_gradients_over_a_change_of_schedule(
     pool: WorkerPool, tmp_path: Path, pipeline: int, replicas: int, m: int
 ) -> None:
@@ -133,6 +131,7 @@ def test_gradients_over_a_change_of_schedule(
 
 
 def test_gradients_accumulated_over_a_change_of_schedule(pool: WorkerPool, tmp_path: Path) -> None:
+    """``auto`` warms up with two batches, measures one and runs the fourth as searched for."""
     check(pool, tmp_path, 2, 1, 3, ("auto", "csv"), num_batches=4, accumulate=2)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
+from extra_steps import Losses
 from feature_parts import Data, assert_equal_trees, make, make_trainer
 from parity_run import Layout, whole_weights
 from pool import WorkerPool
@@ -206,19 +206,11 @@ EDITS = {
 }
 
 
-class Notes(L.Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-
 def train(kind: type[Edits], layout: Layout | None = None) -> tuple[list[float], float, dict[str, Tensor]]:
-    notes, module = Notes(), make(kind)
-    trainer = make_trainer(layout, callbacks=[notes])
+    losses, module = Losses(), make(kind)
+    trainer = make_trainer(layout, callbacks=[losses])
     trainer.fit(module, Data())
-    return notes.losses, float(trainer.callback_metrics["val_loss"]), whole_weights(module)
+    return losses.found, float(trainer.callback_metrics["val_loss"]), whole_weights(module)
 
 
 @pytest.mark.by_day(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -48,22 +49,24 @@ class Hooked(Classifier):
 def trained(layout: Layout | None, kind: str, when: str, accumulated: int) -> Any:
     """In a worker: losses, and whether each hook of this rank ran once in each of six batches."""
     module = make(Hooked, kind=kind, when=when)
-    trainer = make_unchecked_trainer(layout, accumulate_grad_batches=accumulated)
+    trainer = make_unchecked_trainer(layout, accumulate_grad_batches=accumulated, check_val_every_n_epoch=3)
     trainer.fit(module, datamodule=Data(num_train=24))
     ran_once = module.seen == 6 * sum(parameter.device.type == "cpu" for parameter in module.parameters())
     trainer.validate(module, datamodule=Data(), verbose=False)
     return plain(dict(trainer.callback_metrics)), ran_once
 
 
-KINDS = [(kind, when) for kind in ("gradient", "accumulated") for when in ("when built", "at the start")]
+ALL = list(product(("gradient", "accumulated"), ("when built", "at the start"), (1, 3)))
+PAIRS = [ALL[0], ALL[3], ALL[5], ALL[6]]  # each two values together
 
 
-def of_all_kinds(layout: Layout | None) -> Any:
-    return [trained(layout, kind, when, accumulated) for kind, when in KINDS for accumulated in (1, 3)]
+def of_all_kinds(layout: Layout | None, kinds: list[tuple[str, str, int]]) -> Any:
+    return [trained(layout, *kind) for kind in kinds]
 
 
-def test_as_on_one_device(pool: WorkerPool) -> None:
-    found = check_on_every_rank(pool, of_all_kinds, Layout("zb_h1", 2, num_microbatches=4))
+@pytest.mark.parametrize("kinds", [PAIRS, pytest.param(ALL, marks=pytest.mark.nightly)], ids=["pairs", "all"])
+def test_as_on_one_device(pool: WorkerPool, kinds: list[tuple[str, str, int]]) -> None:
+    found = check_on_every_rank(pool, of_all_kinds, Layout("zb_h1", 2, num_microbatches=4), kinds)
     assert all(ran_once for _, ran_once in found)
 
 

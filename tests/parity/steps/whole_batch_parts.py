@@ -9,6 +9,7 @@ import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from feature_parts import plain
+from idiom_parts import Notes
 from parity_run import QUIET, Layout, whole_weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -169,16 +170,6 @@ class Pairs(L.LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[Any]:
         return self.loader(3)
-
-
-class Notes(L.Callback):
-    """What every batch returned and logged."""
-
-    def __init__(self) -> None:
-        self.batches: list[Any] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.batches.append({"outputs": plain(dict(outputs)), "logged": plain(dict(trainer.callback_metrics))})
 
 
 def run_whole(

@@ -121,6 +121,7 @@ def fit(
             schedule="1f1b",
             save_distributed_checkpoint=False,
             **(options or {}),
+            check_first_batches=False,
         )
         where = {"devices": sizes[0] * sizes[1], "strategy": strategy}
     losses = Losses()
@@ -183,7 +184,9 @@ def fit_with_muon(folder: Path) -> None:
         return CombinedOptimizer(torch.optim.Muon(matrices, 1e-3), torch.optim.AdamW(others, 1e-3))
 
     module.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
-    strategy = PipelineParallelStrategy(pipeline_parallel_size=1, tensor_parallel_size=2, num_microbatches=2)
+    strategy = PipelineParallelStrategy(
+        pipeline_parallel_size=1, tensor_parallel_size=2, num_microbatches=2, check_first_batches=False
+    )
     trainer = L.Trainer(**QUIET, devices=2, strategy=strategy, max_epochs=1, precision="64-true")
     tokens = torch.zeros(4, LENGTH, dtype=torch.int64)
     trainer.fit(module, DataLoader(tokens, batch_size=4))  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ from parity_models import ResidualMLP, samples_of
 from parity_run import (
     QUIET,
     Layout,
-    Outcome,
     ParityData,
     Settings,
     check_like_one_device,
@@ -28,16 +27,19 @@ from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
 
-SETTINGS = Settings("residual_mlp", accumulate=2, clip_val=0.05, clip_algorithm="norm", optimizer="adamw")
+ACCUMULATED: dict[str, Any] = {"accumulate": 2, "clip_val": 0.05, "clip_algorithm": "norm", "optimizer": "adamw"}
+SETTINGS = Settings("residual_mlp", **ACCUMULATED, only_trains=True)
 SIZES = [(1, 1, 2), (2, 1, 2), (1, 2, 2)]
 
 
-@pytest.mark.parametrize(("sizes", "schedule"), list(product(SIZES, ("1f1b", "zb_v"))), ids=str)
+@pytest.mark.by_day(3)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_nothing_sharded(pool: WorkerPool, schedule: str, sizes: tuple[int, int, int]) -> None:
     pipeline, replicas, tensor = sizes
     layout = Layout(schedule, pipeline, replicas, 3, tensor=tensor)
     whole: dict[str, Any] = {"tensor_parallel_plan": {}}
-    outcomes = pool.run(train_with, SETTINGS, layout, whole, world_size=layout.world_size, timeout=120)
+    outcomes = pool.run(train_pipelined, SETTINGS, layout, whole, world_size=layout.world_size, timeout=120)
     assert not merged(outcomes, layout).cut
     check_like_one_device(outcomes, SETTINGS, layout)
 
@@ -127,7 +129,7 @@ def train_with_a_failure(layout: Layout) -> None:
     trainer.fit(make_module(SETTINGS), ParityData(SETTINGS))
 
 
-@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("pipeline", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_failure_of_one_tensor_rank_ends_all(pool: WorkerPool, pipeline: int) -> None:
     layout = Layout("1f1b", pipeline, 1, 2, tensor=2)
     report = pool.run(train_with_a_failure, layout, world_size=2 * pipeline, timeout=120, expect_failure=True)
@@ -138,8 +140,13 @@ def test_a_failure_of_one_tensor_rank_ends_all(pool: WorkerPool, pipeline: int) 
 
 # matrices that "auto" finds, of a model's first block
 CUT = {
-    "gpt2_float64_loss": {"attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"},
+    "gpt2_float64_loss": {
+        *(f"attn.{name}.weight" for name in ("c_attn", "c_proj")),
+        *(f"mlp.{name}.weight" for name in ("c_fc", "c_proj")),
+        "wte.weight",  # to which the head is tied
+    },
     "llama_float64_loss": {
+        *("embed_tokens.weight", "lm_head.weight"),
         *(f"self_attn.{name}_proj.weight" for name in "qo"),  # there is one head of keys
         *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     },
@@ -147,10 +154,10 @@ CUT = {
     "demo_transformer": {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"},
     "vit": {"self_attn.in_proj_weight", "linear1.weight", "linear2.weight"},
 }
+# GPT-2 has its own cases below
 CASES = [
-    ("gpt2_float64_loss", Layout("1f1b", 1, 1, 3, tensor=2)),
-    ("llama_float64_loss", Layout("1f1b", 1, 2, 2, tensor=2)),
-    ("t5", Layout("zb_v", 2, 1, 3, tensor=2)),
+    ("llama_float64_loss", Layout("1f1b", 1, 1, 2, tensor=2)),
+    ("t5", Layout("zb_v", 1, 1, 3, tensor=2)),
     ("demo_transformer", Layout("zb_h1", 1, 1, 2, tensor=2)),
     ("vit", Layout("1f1b", 2, 1, 2, tensor=2)),
 ]
@@ -168,15 +175,11 @@ NIGHTLY = [
     ids=str,
 )
 def test_sharded_models(pool: WorkerPool, model: str, layout: Layout) -> None:
-    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm", optimizer="adamw")
+    settings = Settings(model, **ACCUMULATED, only_trains=model != "demo_transformer")
     outcomes = pool.run(train_pipelined, settings, layout, world_size=layout.world_size, timeout=120)
     cut = merged(outcomes, layout).cut
     assert {ending for ending in CUT[model] if not any(name.endswith(ending) for name in cut)} == set(), sorted(cut)
     check_like_one_device(outcomes, settings, layout)
-
-
-def train_with(settings: Settings, layout: Layout, options: dict[str, Any]) -> Outcome:
-    return train(settings, layout.strategy(**options), layout.world_size)
 
 
 OPTIONS: dict[str, tuple[Layout, dict[str, Any]]] = {
@@ -189,16 +192,44 @@ OPTIONS: dict[str, tuple[Layout, dict[str, Any]]] = {
         {"tensor_parallel_plan": {"*.mlp.c_fc": "colwise", "*.mlp.c_proj": "rowwise"}},
     ),
 }
+OPTIONS["plan, cpu_offload"] = (OPTIONS["plan"][0], OPTIONS["plan"][1] | OPTIONS["cpu_offload"][1])
+BY_DAY = ("replicate", "full_shard", "activation_checkpointing", "plan, cpu_offload")
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in OPTIONS]
+)
 def test_options_beside_tensor_ranks(pool: WorkerPool, name: str) -> None:
     layout, options = OPTIONS[name]
-    settings = Settings("gpt2_float64_loss", accumulate=2, clip_val=0.05, clip_algorithm="norm", optimizer="adamw")
-    outcomes = pool.run(train_with, settings, layout, options, world_size=layout.world_size, timeout=120)
+    settings = Settings("gpt2_float64_loss", **ACCUMULATED, only_trains=True)
+    outcomes = pool.run(train_pipelined, settings, layout, options, world_size=layout.world_size, timeout=120)
     cut = merged(outcomes, layout).cut
-    assert {name.rpartition("h.")[2][2:] for name in cut} >= {"mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight"}
-    assert any("attn" in each for each in cut) == (name != "plan")
+    found = {name.rpartition("h.")[2][2:] for name in cut}
+    assert found >= {"mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight"}
+    lacks = {ending for ending in CUT["gpt2_float64_loss"] if not any(each.endswith(ending) for each in cut)}
+    assert bool(lacks) == name.startswith("plan"), lacks
+    assert any("attn" in each for each in cut) == (not name.startswith("plan"))
+    check_like_one_device(outcomes, settings, layout)
+
+
+ON_PARTS_OF_THE_SEQUENCE = [
+    ("gpt2_float64_loss", Layout("zb_v", 1, 2, 3, tensor=2)),
+    ("llama_float64_loss", Layout("zb_h1", 2, 1, 3, tensor=2)),
+    ("demo_transformer", Layout("1f1b", 1, 1, 3, tensor=2)),
+]
+AT_NIGHT = [case for case in NIGHTLY if case not in ON_PARTS_OF_THE_SEQUENCE]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [*ON_PARTS_OF_THE_SEQUENCE, *(pytest.param(*case, marks=pytest.mark.nightly) for case in AT_NIGHT)],
+    ids=str,
+)
+def test_sequence_parallel(pool: WorkerPool, model: str, layout: Layout) -> None:
+    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm", optimizer="adamw")
+    options = {"sequence_parallel": True}
+    # every sum over the ranks waits for all of them, which takes its time where they share few cores
+    outcomes = pool.run(train_pipelined, settings, layout, options, world_size=layout.world_size, timeout=300)
     check_like_one_device(outcomes, settings, layout)
 
 

@@ -48,16 +48,22 @@ def folder_of(layout: Layout | None, folder: Path) -> Path:
 
 # ---------------------------------------------------------------- checkpoints
 
+# one callback each in one training: no two have the same monitor, mode and rhythm, by which Lightning tells them apart
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "best of two": {"monitor": "val_loss", "save_top_k": 2, "filename": "{epoch}-{step}-{val_loss:.5f}"},
     "worst": {"monitor": "val_loss", "mode": "max", "save_top_k": 1, "filename": "{val_loss:.5f}"},
     "all": {"save_top_k": -1, "every_n_epochs": 1},
     "by steps": {"save_top_k": -1, "every_n_train_steps": 2, "filename": "at-{step}"},
-    "none but last": {"save_top_k": 0, "save_last": True},
-    "last is a link": {"save_top_k": 1, "save_last": "link"},
-    "weights": {"save_weights_only": True, "filename": "weights"},
+    "none but last": {"save_top_k": 0, "save_last": True, "mode": "max"},
+    "last is a link": {"save_top_k": 1, "save_last": "link", "every_n_train_steps": 3},
+    "weights": {"save_weights_only": True, "filename": "weights", "every_n_epochs": 2},
     "at the end of training": {"save_on_train_epoch_end": True, "monitor": "mean_loss", "filename": "{epoch}"},
-    "plain names": {"monitor": "val_loss", "auto_insert_metric_name": False, "filename": "e{epoch:02d}-{val_loss:.4f}"},
+    "plain names": {
+        "monitor": "mean_loss",
+        "mode": "max",
+        "auto_insert_metric_name": False,
+        "filename": "e{epoch:02d}-{mean_loss:.4f}",
+    },
     "by time": {"train_time_interval": timedelta(seconds=0), "save_top_k": -1, "filename": "t{step}"},
 }
 
@@ -69,36 +75,22 @@ class Logs(Classifier):
         return loss
 
 
-def in_trainings(root: Path) -> list[dict[str, ModelCheckpoint]]:
-    """As few trainings as Lightning allows: in each no two callbacks keep their state under one key."""
-    trainings: list[dict[str, ModelCheckpoint]] = []
-    for name, options in CHECKPOINTS.items():
-        callback = ModelCheckpoint(root / name, **options)
-        free = (each for each in trainings if callback.state_key not in {other.state_key for other in each.values()})
-        chosen = next(free, None)
-        if chosen is None:
-            trainings.append(chosen := {})
-        chosen[name] = callback
-    return trainings
-
-
 @scenario
 def checkpoints_with_every_option(layout: Layout | None, folder: Path) -> Any:
-    root, found = folder_of(layout, folder), {}
-    for callbacks in in_trainings(root):
-        trainer = make_trainer(
-            layout, max_epochs=2, enable_checkpointing=True, callbacks=list(callbacks.values()), **UNCHECKED
-        )
-        trainer.fit(make(Logs), Data())
-        for name, callback in callbacks.items():
-            found[name] = {
-                "files": names_in(root / name),
-                "best": Path(callback.best_model_path).name,
-                "score": plain(callback.best_model_score),
-                "last": Path(callback.last_model_path).name,
-                "kept": {Path(path).name: plain(value) for path, value in callback.best_k_models.items()},
-            }
-    return found
+    root = folder_of(layout, folder)
+    callbacks = {name: ModelCheckpoint(root / name, **options) for name, options in CHECKPOINTS.items()}
+    trainer = make_trainer(layout, enable_checkpointing=True, callbacks=list(callbacks.values()), **UNCHECKED)
+    trainer.fit(make(Logs), Data())
+    return {
+        name: {
+            "files": names_in(root / name),
+            "best": Path(callback.best_model_path).name,
+            "score": plain(callback.best_model_score),
+            "last": Path(callback.last_model_path).name,
+            "kept": {Path(path).name: plain(value) for path, value in callback.best_k_models.items()},
+        }
+        for name, callback in callbacks.items()
+    }
 
 
 # ---------------------------------------------------------------- callbacks that stop, watch and change
@@ -110,13 +102,14 @@ def early_stopping_in_its_forms(layout: Layout | None, folder: Path) -> Any:
         "patience": {"monitor": "val_loss", "patience": 1, "min_delta": 0.05},
         "threshold": {"monitor": "val_loss", "stopping_threshold": 1.09, "patience": 9},
         "diverged": {"monitor": "mean_loss", "divergence_threshold": 0.1, "check_on_train_epoch_end": True},
-        "not strict": {"monitor": "no_such", "strict": False},
     }
     found = {}
     for name, options in forms.items():
         stopping = EarlyStopping(**options)
-        trainer = make_trainer(layout, max_epochs=6, callbacks=[stopping], **UNCHECKED)
+        of_nothing = EarlyStopping("no_such", strict=False)
+        trainer = make_trainer(layout, max_epochs=6, callbacks=[of_nothing, stopping], **UNCHECKED)
         trainer.fit(make(Logs), Data())
+        assert of_nothing.stopped_epoch == 0
         found[name] = {
             "stopped": stopping.stopped_epoch,
             "waited": stopping.wait_count,

@@ -76,7 +76,9 @@ def trainer_on(device: str, *callbacks: pl.Callback, num_ranks: int = NUM_RANKS,
     return pl.Trainer(
         accelerator="gpu" if device == "cuda" else "cpu",
         **placed(device, num_ranks),
-        strategy="auto" if num_ranks == 1 else PipelineParallelStrategy(num_ranks, num_microbatches=4, **options),
+        strategy="auto"
+        if num_ranks == 1
+        else PipelineParallelStrategy(num_ranks, num_microbatches=4, **options, check_first_batches=False),
         callbacks=list(callbacks),
         logger=False,
         enable_checkpointing=False,

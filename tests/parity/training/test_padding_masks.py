@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 from diagnosed_models import Trained
+from extra_steps import Losses
 from pipelined_fit import trainer
 from pool import WorkerPool
 from torch.utils.data import DataLoader
@@ -21,14 +21,6 @@ BATCHES = {
     "full at first": (True, True, False, True, False),
     "padded at first": (False, True, False, True),
 }
-
-
-class Losses(L.Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
 
 
 def losses_of(model_type: str, are_full: tuple[bool, ...], devices: int) -> list[float]:
@@ -46,7 +38,7 @@ def losses_of(model_type: str, are_full: tuple[bool, ...], devices: int) -> list
     run = trainer(devices=devices, strategy=strategy, callbacks=[noted])
     torch.manual_seed(2)
     run.fit(Trained(make()), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return noted.losses
+    return noted.found
 
 
 @pytest.mark.by_day(1)

@@ -11,7 +11,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from parity_models import DATASETS, MODELS, LlamaFloat64Loss
-from parity_run import QUIET, Layout, Outcome, Settings, check_like_one_device, train
+from parity_run import QUIET, Layout, Settings, check_like_one_device, train_pipelined
 from pool import WorkerPool
 from test_resume import ONE_DEVICE, assert_continues, joined, train_part, uninterrupted
 from torch import Tensor, nn
@@ -66,12 +66,6 @@ _MORE: list[tuple[str, Layout, Sequence[str], dict[str, Any]]] = [
 ]
 
 
-def train_cut(settings: Settings, layout: Layout, split_points: Sequence[str], options: dict[str, Any]) -> Outcome:
-    """In a worker: trains with these cuts; the outcome has this rank's parameters only."""
-    strategy = layout.strategy(split_points=list(split_points), check_first_batches=False, **options)
-    return train(settings, strategy, layout.world_size)
-
-
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("model", "layout", "split_points", "options"),
@@ -84,9 +78,9 @@ def train_cut(settings: Settings, layout: Layout, split_points: Sequence[str], o
 def test_cuts_inside_blocks_train_as_one_device(
     pool: WorkerPool, model: str, layout: Layout, split_points: Sequence[str], options: dict[str, Any]
 ) -> None:
-    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm")
-    size = layout.world_size
-    outcomes = pool.run(train_cut, settings, layout, split_points, options, world_size=size, timeout=120)
+    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm", only_trains=True)
+    options = {**options, "split_points": list(split_points)}
+    outcomes = pool.run(train_pipelined, settings, layout, options, world_size=layout.world_size, timeout=120)
     check_like_one_device(outcomes, settings, layout)
 
 

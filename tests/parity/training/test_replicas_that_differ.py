@@ -30,6 +30,25 @@ class DepthOfBatch(Classifier):
         return F.cross_entropy(x, label)
 
 
+class UsesAWeight(DepthOfBatch):
+    """From the fifth batch on a weight is used after the last unit, and each replica may keep a shard of it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, label = batch
+        loss = F.cross_entropy(self.layers(x).mean(1), label)
+        if self.global_step > 3:
+            loss = loss + 0.01 * self.layers[-1].weight.square().sum()
+        return loss
+
+
+def sequences() -> list[Any]:
+    """From the fifth batch on those of the second replica are longer, so it rehearses other steps than the first."""
+    generator = torch.Generator().manual_seed(4)
+    lengths = [2, 2, 3, 3, 2, 2, 3, 3, 2, 4, 3, 5, 2, 6, 3, 7]
+    data = [torch.randn(4, length, 6, generator=generator) for length in lengths]
+    return [(x, torch.randint(0, 3, (4,), generator=generator)) for x in data]
+
+
 def batches() -> list[Any]:
     generator = torch.Generator().manual_seed(3)
     made = []
@@ -40,11 +59,13 @@ def batches() -> list[Any]:
     return made
 
 
-def train(sharding: str | None = None) -> dict[str, Tensor]:
+def train(kind: type[DepthOfBatch], sharding: str | None = None) -> dict[str, Tensor]:
     """Two replicas, or one device that accumulates what they read."""
-    data, strategy = batches(), None
+    data, strategy = batches() if kind is DepthOfBatch else sequences(), None
     if sharding is not None:
-        strategy = PipelineParallelStrategy(2, data_parallel_size=2, num_microbatches=2, sharding=sharding)
+        strategy = PipelineParallelStrategy(
+            2, data_parallel_size=2, num_microbatches=2, sharding=sharding, check_first_batches=False
+        )
     trainer = L.Trainer(
         **QUIET,
         devices=4 if strategy else 1,
@@ -55,19 +76,27 @@ def train(sharding: str | None = None) -> dict[str, Tensor]:
         use_distributed_sampler=False,
     )
     torch.manual_seed(0)
-    module = DepthOfBatch()
+    module = kind()
     mine = data[trainer.strategy.data_parallel_rank :: 2] if isinstance(trainer.strategy, type(strategy)) else data
     trainer.fit(module, DataLoader(mine, batch_size=None))  # type: ignore[arg-type]
     return whole_weights(module)
 
 
-@pytest.mark.by_day(2)
-@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op", "replicate"])
-def test_gradients_are_those_of_all_replicas(pool: WorkerPool, sharding: str) -> None:
-    expected = train()
+def check(pool: WorkerPool, kind: type[DepthOfBatch], sharding: str) -> None:
+    expected = train(kind)
     weights: dict[str, Tensor] = {}
-    for found in pool.run(train, sharding, world_size=4, timeout=60):
+    for found in pool.run(train, kind, sharding, world_size=4, timeout=60):
         for name, value in found.items():
             assert tensor_difference(value, expected[name]) < 1e-9, name
         weights |= found
     assert sorted(weights) == sorted(expected)
+
+
+@pytest.mark.by_day(2)
+@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op", "replicate"])
+def test_gradients_are_those_of_all_replicas(pool: WorkerPool, sharding: str) -> None:
+    check(pool, DepthOfBatch, sharding)
+
+
+def test_a_rehearsal_of_one_replica_waits_for_no_other(pool: WorkerPool) -> None:
+    check(pool, UsesAWeight, "full_shard")

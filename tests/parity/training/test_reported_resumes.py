@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from extra_steps import Losses
 from lightning.pytorch.callbacks import ModelCheckpoint
 from parity_run import Layout
 from pipelined_fit import trainer
@@ -67,21 +68,15 @@ class Average(pl.Callback):
         self.held = state_dict["held"]
 
 
-class Losses(pl.Callback):
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.found.append(float(outputs["loss"]))
-
-
 def data(seed: int = 1) -> DataLoader[Any]:
     x = torch.randn(8 * NUM_BATCHES, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return DataLoader(TensorDataset(x, x.sum(-1).tanh()), batch_size=8)
 
 
 def run_of(layout: Layout | None, *, sharded: bool = True, **options: Any) -> pl.Trainer:
-    strategy = "auto" if layout is None else layout.strategy(save_distributed_checkpoint=sharded)
+    strategy = (
+        "auto" if layout is None else layout.strategy(save_distributed_checkpoint=sharded, check_first_batches=False)
+    )
     options = {"precision": "64-true", "enable_checkpointing": False, **options}
     return trainer(1 if layout is None else layout.world_size, strategy, **options)
 
@@ -113,7 +108,9 @@ class Tested(Module):
         self.log("test_loss", self.loss(batch))
 
 
-@pytest.mark.parametrize("sharded", [True, False], ids=["folder", "file"])
+@pytest.mark.parametrize(
+    "sharded", [pytest.param(True, id="folder"), pytest.param(False, id="file", marks=pytest.mark.nightly)]
+)
 def test_after_validation_and_test_the_optimizer_is_saved_and_callbacks_have_their_stage(
     pool: WorkerPool, tmp_path: Path, sharded: bool
 ) -> None:
@@ -156,7 +153,7 @@ def of_other_stages(path: str) -> None:
     run = run_of(Layout("1f1b", 2, num_microbatches=2), callbacks=[Average()])
     run.fit(Module(), data())
     run.save_checkpoint(path)
-    other = Layout("1f1b", 2, num_microbatches=2).strategy(split_points=["blocks.1"])
+    other = Layout("1f1b", 2, num_microbatches=2).strategy(split_points=["blocks.1"], check_first_batches=False)
     again = trainer(2, other, precision="64-true", callbacks=[Average()], max_epochs=2)
     again.fit(Module(), data(), ckpt_path=path)
 

@@ -105,6 +105,7 @@ def part_of_training(
         **where,
         max_epochs=settings.max_epochs,
         max_steps=stop_after,
+        limit_val_batches=0 if settings.only_trains else 1.0,
         accumulate_grad_batches=settings.accumulate,
         gradient_clip_val=settings.clip_val,
         gradient_clip_algorithm=settings.clip_algorithm,
@@ -227,7 +228,7 @@ TENSOR_CHAINS: dict[str, list[tuple[Layout | None, bool]]] = {
     "chain", ["folder-file-one_device", *(pytest.param(c, marks=pytest.mark.nightly) for c in list(TENSOR_CHAINS)[1:])]
 )
 def test_tensor_size_changes_at_every_stop(pool: WorkerPool, tmp_path: Path, chain: str) -> None:
-    check_chain(pool, tmp_path, TENSOR_CHAINS[chain])
+    check_chain(pool, tmp_path, TENSOR_CHAINS[chain], replace(SETTINGS, only_trains=True))
 
 
 @pytest.mark.nightly  # the elastic training below has them as well, in another order
@@ -236,16 +237,18 @@ def test_layout_changes_at_every_stop(pool: WorkerPool, tmp_path: Path, chain: s
     check_chain(pool, tmp_path, CHAINS[chain])
 
 
-def check_chain(pool: WorkerPool, tmp_path: Path, chain: list[tuple[Layout | None, bool]]) -> None:
+def check_chain(
+    pool: WorkerPool, tmp_path: Path, chain: list[tuple[Layout | None, bool]], settings: Settings = SETTINGS
+) -> None:
     """Stops after 2 and after 4 of 6 steps: in the middle of the first epoch and of the second."""
     parts, path = [], None
     for (layout, single_file), stop_after in zip(chain, (2, 4, -1), strict=True):
         target = tmp_path / f"{stop_after}.ckpt"
         kind = {} if layout is None else {"single_file": single_file}
-        parts.append(train_part(pool, layout, SETTINGS, start_from=path, stop_after=stop_after, save_to=target, **kind))
+        parts.append(train_part(pool, layout, settings, start_from=path, stop_after=stop_after, save_to=target, **kind))
         path = target
     assert [len(part.losses) for part in parts] == [2, 2, 2]
-    assert_continues(joined(*parts), uninterrupted(SETTINGS))
+    assert_continues(joined(*parts), uninterrupted(settings))
 
 
 # what the strategy does not take yet is left out
@@ -300,7 +303,7 @@ def evaluated_from(layout: Layout | None, settings: Settings, path: Path) -> lis
     [pytest.param(False, id="sharded", marks=pytest.mark.nightly), pytest.param(True, id="single_file")],
 )
 def test_validate_from_a_checkpoint(pool: WorkerPool, tmp_path: Path, single_file: bool) -> None:
-    path, settings = tmp_path / "trained.ckpt", replace(SETTINGS, max_epochs=1)
+    path, settings = tmp_path / "trained.ckpt", Settings("residual_mlp", optimizer="adamw", max_epochs=1)
     trained = train_part(pool, TWO_STAGES, settings, save_to=path, single_file=single_file)
     readers: list[Layout | None] = [THREE_STAGES, TWO_REPLICAS, *([ONE_DEVICE] if single_file else [])]
     for layout in readers:

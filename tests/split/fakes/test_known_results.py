@@ -188,7 +188,7 @@ def test_numbers_that_change_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     given = fakes(mode)
     for number in range(100):
         assert (given["x"] * (1.0 + number)).shape == (2, 6, 4)
-    assert len(mode.known._results) <= 8
+    assert len(mode._known._results) <= 8
 
 
 def test_compiled_code_takes_fakes() -> None:

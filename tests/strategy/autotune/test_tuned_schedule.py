@@ -47,7 +47,7 @@ class Lengths(Blocks):
 
 def run(options: dict[str, Any], module: type[Blocks] = Blocks, devices: int = 2, **run: Any) -> dict[str, Any]:
     """In a worker: trains, by default two epochs of batches of 5, 5 and 2 samples; tells what was run and said."""
-    strategy = PipelineParallelStrategy(**options)
+    strategy = PipelineParallelStrategy(**options, check_first_batches=False)
     programs, lines = Programs(), []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
+import torch
 from parity_run import QUIET, Layout
 from pipelined_fit import loader
 from pool import WorkerPool
@@ -48,6 +49,13 @@ class NoLoader(Blocks):
         return 5
 
 
+class NeedsAllRows(Blocks):
+    """As ``pad_packed_sequence`` does without ``total_length``: what it adds has as many rows as a whole batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self(batch[0]) + torch.ones(BATCH_SIZE)).mean()
+
+
 class NotANumber(Blocks):
     factor = float("nan")
 
@@ -67,6 +75,7 @@ def error_of(kind: type[Blocks], layout: Layout | None) -> tuple[str, str, list[
     return type(found.value).__name__, str(found.value), getattr(found.value, "__notes__", [])
 
 
+BATCH_SIZE = 4
 LAYOUT = Layout("1f1b", 2, 1, 2)
 
 
@@ -82,6 +91,14 @@ def test_the_error_is_that_of_one_device(pool: WorkerPool, kind: type[Blocks]) -
 def test_a_step_that_fails_in_the_check_is_told_of_it(pool: WorkerPool) -> None:
     of_ranks = pool.run(error_of, Raises, LAYOUT, world_size=2)
     assert any("check_first_batches=False turns this check off" in note for *_, notes in of_ranks for note in notes)
+
+
+def test_code_that_needs_all_rows_is_told_of_the_cut(pool: WorkerPool) -> None:
+    of_ranks = pool.run(error_of, NeedsAllRows, LAYOUT, world_size=2)
+    assert all(name == "RuntimeError" for name, *_ in of_ranks)
+    assert any(
+        "The batch was cut into 2 microbatches along dimension 0." in note for *_, notes in of_ranks for note in notes
+    )
 
 
 @pytest.mark.parametrize("kind", [NotANumber, Infinite])

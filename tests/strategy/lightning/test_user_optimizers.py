@@ -49,7 +49,11 @@ def whole_weights(trainer: Any, module: Any) -> dict[str, Any]:
 def trained_twice(layout: Layout | None, kind: type[Classifier], as_file: bool, folder: str) -> Any:
     """Weights after a fit that goes on, and after another that resumes from its checkpoint in between."""
     path = f"{folder}/{'one' if layout is None else 'many'}.ckpt"
-    options = {} if layout is None else {"strategy": layout.strategy(save_distributed_checkpoint=not as_file)}
+    options = (
+        {}
+        if layout is None
+        else {"strategy": layout.strategy(save_distributed_checkpoint=not as_file, check_first_batches=False)}
+    )
     module, trainer = make(kind), make_trainer(layout, **options)
     trainer.fit(module, Data())
     trainer.save_checkpoint(path)
@@ -57,7 +61,7 @@ def trained_twice(layout: Layout | None, kind: type[Classifier], as_file: bool, 
     trainer.fit(module, Data())
     learning_rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
     went_on = whole_weights(trainer, module)
-    options = {} if layout is None else {"strategy": layout.strategy()}
+    options = {} if layout is None else {"strategy": layout.strategy(check_first_batches=False)}
     module, trainer = make(kind), make_trainer(layout, max_epochs=3, **options)
     trainer.fit(module, Data(), ckpt_path=path)
     return went_on, learning_rates, whole_weights(trainer, module)

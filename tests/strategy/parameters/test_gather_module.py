@@ -83,7 +83,7 @@ def made(model: str) -> tuple[L.LightningModule, Any]:
 def two_fits(layout: Layout | None, options: dict[str, Any], model: str, then: Layout | None) -> Any:
     """Fits one module in a Trainer, then in another; what it is like in between, and its weights."""
     module, data = made(model)
-    strategy = "auto" if layout is None else layout.strategy(**options)
+    strategy = "auto" if layout is None else layout.strategy(**options, check_first_batches=False)
     world_size = 1 if layout is None else layout.world_size
     fit(module, data, strategy, world_size)
     if isinstance(strategy, PipelineParallelStrategy):
@@ -92,7 +92,7 @@ def two_fits(layout: Layout | None, options: dict[str, Any], model: str, then: L
     copied = copy.deepcopy(module).state_dict()
     torch.save(module, io.BytesIO())
     between = {name: value.clone() for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
-    second = "auto" if layout is None or then is None else then.strategy(**options)
+    second = "auto" if layout is None or then is None else then.strategy(**options, check_first_batches=False)
     trainer = fit(module, data, second, world_size)
     if isinstance(trainer.strategy, PipelineParallelStrategy):
         trainer.strategy.gather_module()
@@ -125,7 +125,7 @@ def test_a_second_trainer_goes_on_where_the_first_ended(
 def refused_gathers(layout: Layout) -> list[str]:
     """What is said where there is nothing to gather, while a run goes on, and by a second Trainer without it."""
     said: list[str] = []
-    (module, data), strategy = made("residual_mlp"), layout.strategy()
+    (module, data), strategy = made("residual_mlp"), layout.strategy(check_first_batches=False)
 
     def told(action: Any) -> None:
         try:
@@ -140,7 +140,7 @@ def refused_gathers(layout: Layout) -> list[str]:
     trainer = L.Trainer(**QUIET, devices=2, strategy=strategy, max_epochs=1, callbacks=[Early()])
     told(strategy.gather_module)
     trainer.fit(module, data)
-    told(lambda: fit(module, data, layout.strategy(), 2))
+    told(lambda: fit(module, data, layout.strategy(check_first_batches=False), 2))
     strategy.gather_module()
     told(strategy.gather_module)
     return said

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from extra_steps import Losses
 from pipelined_fit import trainer
 from pool import WorkerPool
 from small_models import Blocks
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.strategy.step.progress import reads_batch_idx
 
-NUM_BATCHES = 16
+NUM_BATCHES, LATE = 10, 7
 
 
 class Changing(Blocks):
@@ -71,7 +72,7 @@ class ByIndexUnderAnotherName(Changing):
 
 class ByCounter(Changing):
     def uses_third(self, batch: Any, batch_idx: int) -> bool:
-        return self.count >= 13
+        return self.count >= LATE
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.count += 1
@@ -79,7 +80,7 @@ class ByCounter(Changing):
 
 class ByEntryOfADict(ByCounter):
     def uses_third(self, batch: Any, batch_idx: int) -> bool:
-        return self.held["count"] >= 13
+        return self.held["count"] >= LATE
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.held["count"] += 1
@@ -87,12 +88,12 @@ class ByEntryOfADict(ByCounter):
 
 class ByValue(Changing):
     def uses_third(self, batch: Any, batch_idx: int) -> bool:
-        return bool((batch["number"] >= 13).all())
+        return bool((batch["number"] >= LATE).all())
 
 
 class ByText(Changing):
     def uses_third(self, batch: Any, batch_idx: int) -> bool:
-        return "13" in batch["text"]
+        return str(LATE) in batch["text"]
 
 
 class UpdatesParameters(ByCounter):
@@ -114,7 +115,7 @@ class KeepsATrainer(Changing):
         return super().training_step(batch, 0)
 
     def uses_third(self, batch: Any, batch_idx: int) -> bool:
-        return self.elsewhere[0].global_step >= 10  # type: ignore[no-any-return]
+        return self.elsewhere[0].global_step >= LATE  # type: ignore[no-any-return]
 
 
 num_batches_ended = 0
@@ -150,14 +151,6 @@ def batches(*, with_text: bool) -> DataLoader[Any]:
         for n in range(NUM_BATCHES)
     ]
     return DataLoader(held, batch_size=None)  # type: ignore[arg-type]
-
-
-class Losses(pl.Callback):
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
-        self.found.append(float(outputs["loss"]))
 
 
 def train(kinds: list[type[Changing]], pipelined: bool, **given: Any) -> list[tuple[list[float], dict[str, Tensor]]]:

@@ -7,35 +7,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from extra_steps import Step, fitted, together
 from parity_run import Layout
 from pipelined_fit import trainer
 from pool import WorkerPool
-from small_models import Blocks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, Metric, SumMetric
 
 NUM_BATCHES = 6
-
-
-class Step(Blocks):
-    """Trains by momentum; subclasses add to the loss of what the blocks give."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        h = x
-        for block in self.blocks:
-            h = h + torch.tanh(block(h))
-        return nn.functional.mse_loss(self.head(h).squeeze(-1), y) + self.extra(h, x, batch_idx)
-
-    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Any:
-        return 0.0
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
 
 
 # ---------------------------------------------------------------- as on one device
@@ -319,49 +301,36 @@ REFUSED = [
 ]  # fmt: skip
 
 
-class Losses(pl.Callback):
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.found.append(float(outputs["loss"]))
-
-
-def fitted(kind: type[Step], layout: Layout | None) -> list[float]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(8 * NUM_BATCHES, 8, generator=generator, dtype=torch.float64)
-    data = DataLoader(TensorDataset(x, x.sum(-1).tanh()), batch_size=8)
-    losses, options = Losses(), {"precision": "64-true"}
-    run = (
-        trainer(1, "auto", callbacks=[losses], **options)
-        if layout is None
-        else trainer(layout.world_size, layout.strategy(), callbacks=[losses], **options)
-    )
-    run.fit(kind(), data)
-    return losses.found
-
-
-def train_all(layout: Layout | None) -> list[list[float]]:
+def train_all(layout: Layout | None, is_each_alone: bool) -> list[list[float]]:
     """In a worker: the losses of each module."""
-    return [fitted(kind, layout) for kind in AS_ONE_DEVICE]
+    kinds = AS_ONE_DEVICE if is_each_alone else together(AS_ONE_DEVICE)
+    return [fitted(kind, layout, NUM_BATCHES)[0] for kind in kinds]
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
-    "layout", [Layout("zb_h1", 2, num_microbatches=4), Layout("1f1b", 3, num_microbatches=2)], ids=str
+    ("layout", "is_each_alone"),
+    [
+        (Layout("zb_h1", 2, num_microbatches=4), False),
+        pytest.param(Layout("zb_h1", 2, num_microbatches=4), True, marks=pytest.mark.nightly),
+        pytest.param(Layout("1f1b", 3, num_microbatches=2), True, marks=pytest.mark.nightly),
+    ],
+    ids=str,
 )
-def test_as_on_one_device(pool: WorkerPool, layout: Layout) -> None:
-    expected = pool.run(train_all, None, world_size=1, timeout=120)[0]
-    for found in pool.run(train_all, layout, world_size=layout.world_size, timeout=280):
-        for kind, losses, alone in zip(AS_ONE_DEVICE, found, expected, strict=True):
-            assert losses == pytest.approx(alone, rel=1e-9), kind.__name__
+def test_as_on_one_device(pool: WorkerPool, layout: Layout, is_each_alone: bool) -> None:
+    expected = pool.run(train_all, None, is_each_alone, world_size=1, timeout=120)[0]
+    for found in pool.run(train_all, layout, is_each_alone, world_size=layout.world_size, timeout=280):
+        for number, (losses, alone) in enumerate(zip(found, expected, strict=True)):
+            assert losses == pytest.approx(alone, rel=1e-9), number
+
+
+def fit(kind: type[Step], layout: Layout) -> None:
+    fitted(kind, layout, NUM_BATCHES)
 
 
 @pytest.mark.parametrize("kind", range(len(REFUSED)), ids=[kind.__name__ for kind, _ in REFUSED])
 def test_refused_by_the_line(pool: WorkerPool, kind: int) -> None:
-    report = pool.run(
-        fitted, REFUSED[kind][0], Layout("zb_h1", 2, num_microbatches=4), world_size=2, expect_failure=True
-    )
+    layout = Layout("zb_h1", 2, num_microbatches=4)
+    report = pool.run(fit, REFUSED[kind][0], layout, world_size=2, expect_failure=True)
     told = [failure.message for failure in report.failures if failure is not None]
     assert len(told) == 2 and any(re.search(REFUSED[kind][1], text) for text in told), told
 
@@ -411,6 +380,7 @@ def warned(kind: type[Step], layout: Layout) -> list[str]:
     return [str(each.message) for each in told]
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("kind", "name"), [(KeepsLists, "last_size"), (CountsSteps, "count"), (CountsInItsFirstUnit, "blocks.0.calls")]
 )
@@ -419,7 +389,7 @@ def test_what_reaches_nothing_is_told_once(pool: WorkerPool, kind: type[Step], n
     layout = Layout("zb_h1", num_stages, num_microbatches=4)
     found = pool.run(warned, kind, layout, world_size=num_stages)
     told = [text for text in found[0] if "has another value after microbatches" in text]
-    assert len(told) == 1 and f"{name!r}" in told[0] and "test_reported_steps.py" in told[0], found[0]
+    assert len(told) == 1 and f"{name!r}" in told[0] and "extra_steps.py" in told[0], found[0]
 
 
 class ByTask(Step):
@@ -437,12 +407,7 @@ class ByTask(Step):
 def train_by_task(sharding: str) -> list[float]:
     """In a worker: the losses of this replica."""
     layout = Layout("zb_h1", 2, replicas=2, num_microbatches=2)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(32, 8, generator=generator, dtype=torch.float64)
-    losses = Losses()
-    run = trainer(4, layout.strategy(sharding=sharding), callbacks=[losses], precision="64-true")
-    run.fit(ByTask(), DataLoader(TensorDataset(x, x.sum(-1).tanh()), batch_size=4))
-    return losses.found
+    return fitted(ByTask, layout, num_batches=8, batch_size=4, sharding=sharding)[0]
 
 
 def test_replicas_that_call_other_units_gather_in_one_order(pool: WorkerPool) -> None:

@@ -21,7 +21,7 @@ from lightning_pp.errors import BatchError
 from lightning_pp.split.data.microbatch import split_batch, split_by
 from lightning_pp.split.data.row_references import refuse_row_references
 
-PAGE = Path(__file__).parents[3] / "docs" / "training" / "batches.md"
+PAGE = Path(__file__).parents[4] / "docs" / "training" / "batches.md"
 
 
 def documented() -> Any:

@@ -1,6 +1,6 @@
 """What an update of sharded parameters costs beside one of plain parameters: milliseconds, medians of nine runs.
 
-    OMP_NUM_THREADS=1 python benchmarks/costs/optimizers.py
+    OMP_NUM_THREADS=1 python benchmarks/costs/updates/optimizers.py
 
 AdamW over 500 parameters of 64 × 64 float32, of which one rank holds all, so that sharded and plain updates have the
 same numbers to work on. "torch alone" gives the optimizer DTensors, as FSDP2 without lightning_pp does. Times are those

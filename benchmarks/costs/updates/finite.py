@@ -1,6 +1,6 @@
 """What it costs to look at gradients before an update: milliseconds, beside the update and a forward and backward.
 
-    OMP_NUM_THREADS=1 python benchmarks/costs/finite.py
+    OMP_NUM_THREADS=1 python benchmarks/costs/updates/finite.py
 
 ``on_nonfinite="error"`` and ``"skip"`` read every gradient of a rank once for each update, unless gradients are clipped
 by norm. On a GPU the host waits for the device to know the answer. What a training runs is compared: blocks of a

@@ -1,6 +1,6 @@
 """What the fingerprint of a batch costs: microseconds a batch, beside torch's hash and a copy of the batch.
 
-    OMP_NUM_THREADS=1 python benchmarks/costs/fingerprints.py
+    OMP_NUM_THREADS=1 python benchmarks/costs/updates/fingerprints.py
 
 Every rank of a pipeline takes it of every batch, on the host where the batch comes from there. ``torch.hash_tensor``
 reads everything as well, and does not see that two elements have changed places.

@@ -8,38 +8,15 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from extra_steps import Step, fitted, together
 from parity_run import Layout
-from pipelined_fit import trainer
 from pool import WorkerPool
-from small_models import Blocks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
 NUM_BATCHES = 4
-
-
-class Step(Blocks):
-    """Trains by momentum; subclasses add to the loss, or change how a block is called."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        h = x
-        for number, block in enumerate(self.blocks):
-            h = h + torch.tanh(self.called(number, block, h))
-        return nn.functional.mse_loss(self.head(h).squeeze(-1), y) + self.extra(h, x, batch_idx)
-
-    def called(self, number: int, block: nn.Module, h: Tensor) -> Any:
-        return block(h)
-
-    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Any:
-        return 0.0
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
 
 
 # ---------------------------------------------------------------- samples that are coupled, losses that are no mean
@@ -397,58 +374,45 @@ NEAR = [
 ]  # fmt: skip
 
 
-class Losses(pl.Callback):
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.found.append(float(outputs["loss"]) if outputs else float("nan"))  # of a batch that is skipped
-
-
 def trained(kind: type[Step], layout: Layout | None) -> tuple[Any, dict[str, Tensor], list[str]]:
     """In a worker: losses, the weights of this rank, and what was warned of how the batch is cut."""
-    x = torch.randn(8 * NUM_BATCHES, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    losses, options = Losses(), {"precision": "64-true"}
-    where = (1, "auto") if layout is None else (layout.world_size, layout.strategy())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = trainer(*where, callbacks=[losses], **options)
-        module = kind().double()
-        run.fit(module, DataLoader(TensorDataset(x, x.sum(-1).tanh()), batch_size=8))
+        losses, module = fitted(kind, layout, NUM_BATCHES)
     told = [str(each.message) for each in caught if "microbatches than after the batch" in str(each.message)]
-    return losses.found, {name: value.detach().clone() for name, value in module.named_parameters()}, told
+    return losses, {name: value.detach().clone() for name, value in module.named_parameters()}, told
 
 
-def train_all(layout: Layout | None) -> list[Any]:
+def train_all(layout: Layout | None, is_each_alone: bool) -> list[Any]:
     """In a worker: every module, or how it ended."""
     found: list[Any] = []
-    for kind in NEAR:
+    for kind in NEAR if is_each_alone else together(NEAR):
         try:
-            found.append(trained(kind, layout))
+            found.append((kind.__name__, trained(kind, layout)))
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
+            found.append((kind.__name__, f"{type(error).__name__}: {error}"))
     return found
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "is_each_alone"),
     [
-        Layout("zb_h1", 2, num_microbatches=4),
-        pytest.param(Layout("1f1b", 3, num_microbatches=2), marks=pytest.mark.nightly),
+        (Layout("zb_h1", 2, num_microbatches=4), False),
+        pytest.param(Layout("zb_h1", 2, num_microbatches=4), True, marks=pytest.mark.nightly),
+        pytest.param(Layout("1f1b", 3, num_microbatches=2), True, marks=pytest.mark.nightly),
     ],
     ids=str,
 )
-def test_as_on_one_device(pool: WorkerPool, layout: Layout) -> None:
-    expected = pool.run(train_all, None, world_size=1, timeout=120)[0]
-    of_ranks = pool.run(train_all, layout, world_size=layout.world_size, timeout=280)
-    for number, kind in enumerate(NEAR):
-        losses, weights, _ = expected[number]
+def test_as_on_one_device(pool: WorkerPool, layout: Layout, is_each_alone: bool) -> None:
+    expected = pool.run(train_all, None, is_each_alone, world_size=1, timeout=120)[0]
+    of_ranks = pool.run(train_all, layout, is_each_alone, world_size=layout.world_size, timeout=280)
+    for number, (kind, (losses, weights, _)) in enumerate(expected):
         held: dict[str, Tensor] = {}
-        for found in (rank[number] for rank in of_ranks):
-            assert not isinstance(found, str), f"{kind.__name__}: {found}"
-            assert found[0] == pytest.approx(losses, rel=1e-9, nan_ok=True), kind.__name__
-            assert found[2] == [], kind.__name__
+        for found in (rank[number][1] for rank in of_ranks):
+            assert not isinstance(found, str), f"{kind}: {found}"
+            assert found[0] == pytest.approx(losses, rel=1e-9, nan_ok=True), kind
+            assert found[2] == [], kind
             held |= found[1]
         assert held.keys() == weights.keys()
         for name, value in weights.items():
-            assert float((held[name] - value).abs().max()) < 1e-9, f"{kind.__name__}: {name}"
+            assert float((held[name] - value).abs().max()) < 1e-9, f"{kind}: {name}"

@@ -1,0 +1,65 @@
+"""Steps that add to the loss of a small residual stack, alone or several in one module, and their trainings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from parity_run import Layout
+from pipelined_fit import trainer
+from small_models import Blocks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Step(Blocks):
+    """Trains by momentum; subclasses add to the loss, or change how a block is called."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        h = x
+        for number, block in enumerate(self.blocks):
+            h = h + torch.tanh(self.called(number, block, h))
+        return nn.functional.mse_loss(self.head(h).squeeze(-1), y) + self.extra(h, x, batch_idx)
+
+    def called(self, number: int, block: nn.Module, h: Tensor) -> Any:
+        return block(h)
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Any:
+        return 0.0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+
+def together(kinds: Sequence[type[Step]]) -> list[type[Step]]:
+    """``kinds``, but one module in place of those that only add to the loss: it adds the mean of what they add."""
+    added = [kind for kind in kinds if set(vars(kind)) <= {"extra", "__module__", "__doc__"} and kind.__base__ is Step]
+
+    def extra(self: Step, h: Tensor, x: Tensor, batch_idx: int) -> Any:
+        return sum(kind.extra(self, h, x, batch_idx) for kind in added) / len(added)
+
+    return [type("Together", (Step,), {"extra": extra}), *(kind for kind in kinds if kind not in added)]
+
+
+class Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.found.append(float(outputs["loss"]) if outputs else float("nan"))  # of a batch that is skipped
+
+
+def fitted(
+    kind: type[Step], layout: Layout | None, num_batches: int, batch_size: int = 8, **options: Any
+) -> tuple[list[float], Step]:
+    """The losses, and the module, after an epoch on one device or, with ``options`` of the strategy, as a pipeline."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(batch_size * num_batches, 8, generator=generator, dtype=torch.float64)
+    losses, module = Losses(), kind().double()
+    where = (1, "auto") if layout is None else (layout.world_size, layout.strategy(**options))
+    run = trainer(*where, callbacks=[losses], precision="64-true")
+    run.fit(module, DataLoader(TensorDataset(x, x.sum(-1).tanh()), batch_size=batch_size))
+    return losses.found, module
