@@ -144,8 +144,8 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                     raise LostEditError(str(func), value, user_line())
         # torch takes a fake addmm apart, which costs five times as much as a product of the same shape
         has_bias = func is torch.ops.aten.addmm.default and not kwargs
-        like, operands = (torch.ops.aten.mm.default, args[1:]) if has_bias else (func, args)
-        run = partial(super().__torch_dispatch__, like, types, operands, kwargs)
+        operation, operands = (torch.ops.aten.mm.default, args[1:]) if has_bias else (func, args)
+        run = partial(super().__torch_dispatch__, operation, types, operands, kwargs)
         self._depth += 1
         try:
             return self._known.result_of(func, args, kwargs, run)

@@ -107,6 +107,18 @@ def test_shards_gathered_in_float8_train_as_those_gathered_whole(pool: WorkerPoo
     assert (64, 32) in whole[0][2]
 
 
+@pytest.mark.parametrize("gathers_float8", [False, True])
+def test_sharded_gradients_train_as_replicas(pool: WorkerPool, gathers_float8: bool) -> None:
+    options = {"changes": {"enable_fsdp_float8_all_gather": True}} if gathers_float8 else {}
+    replicas = pool.run(train_pipeline, "tensorwise", sharded(sharding="replicate"), world_size=4)
+    outcomes = pool.run(train_pipeline, "tensorwise", sharded(sharding="shard_grad_op"), world_size=4, **options)
+    weights = {name: value for _, own, _ in replicas for name, value in own.items()}
+    assert_trained_alike(outcomes, weights, 1e-5)
+    for (losses, _, waited), (expected, *_) in zip(outcomes, replicas, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert ((64, 32) in waited) != gathers_float8  # what is gathered in float8 has its weight gradient in I
+
+
 def test_whole_weights_made_for_gathers_in_float8_are_refused(pool: WorkerPool) -> None:
     report = pool.run(
         train_pipeline,
