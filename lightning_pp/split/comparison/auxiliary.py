@@ -60,7 +60,7 @@ class AuxiliaryLosses:
             return func(*args, **kwargs)
         pairs = zip(given, to_whole, strict=True)
         others = [(mine, other) for mine, other in pairs if _is_other(mine, other) and not self.holds(mine)]
-        by_units = {id(mine): other.clone() for mine, other in others if not hasattr(mine, _BETWEEN_UNITS)}
+        by_units = {id(mine): _as(mine, other.clone()) for mine, other in others if not hasattr(mine, _BETWEEN_UNITS)}
         if by_units:
             args, kwargs = map_leaves(lambda leaf: by_units.get(id(leaf), leaf), (args, kwargs))
         depends = self.holds(given)
@@ -69,7 +69,7 @@ class AuxiliaryLosses:
         is_product = is_product and len(by_whole) == 1 and _is_other(result, by_whole[0])
         if is_product:
             degree = degree_of(result)
-            result = set_degree(by_whole[0] * self._share**degree, degree)
+            result = set_degree(_as(result, by_whole[0] * self._share**degree), degree)
             self.products.add(self._place)
         if by_units or is_product:
             self.lines.add(user_line())
@@ -85,6 +85,12 @@ class AuxiliaryLosses:
     def holds(tree: Any) -> bool:
         """Whether a tensor in ``tree`` depends on an auxiliary loss of the whole."""
         return any(hasattr(tensor, _OF_WHOLE) for tensor in tensors_of(tree))
+
+
+def _as(mine: Tensor, other: Tensor) -> Tensor:
+    """``other`` with the marks of ``mine``, by which those know it who follow values between units."""
+    vars(other).update(vars(mine))
+    return other
 
 
 def _is_other(mine: Any, other: Tensor) -> bool:

@@ -121,8 +121,10 @@ class _Functions(OutsideUnits):
         if running_unit() or kind_of(func) is Kind.READING:
             return func(*args, **kwargs)
         name, given = getattr(func, "__name__", str(func)), _as_now(list(tensors_given(args, kwargs)))
+        results: list[Tensor] = []  # stays empty if the stage ends with this function
+        self._seen.functions.append((name, user_line(), given, results))
         result = self._seen.auxiliary.run(func, name, args, kwargs)
-        self._seen.functions.append((name, user_line(), given, _as_now(result)))
+        results += _as_now(result)
         return result
 
 

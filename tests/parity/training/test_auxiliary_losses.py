@@ -77,6 +77,31 @@ class LeavingAttributes(Mixture):
     is_attribute = True
 
 
+class Spreading(Experts):
+    """With the z-loss of ST-MoE, whose mean over tokens adds up over microbatches."""
+
+    def forward(self, x: Tensor) -> Any:
+        return *super().forward(x), self.router(x).logsumexp(-1).square().mean()
+
+
+class RunningSums(Mixture):
+    """Two sums over blocks, which cross between stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Spreading(is_attribute=False) for _ in range(4)])
+
+    def losses(self, batch: Tensor, reduction: str = "mean") -> tuple[Tensor, Tensor]:
+        x, balances, spreads = self.embedding(batch[:, :-1]), 0.0, 0.0
+        for block in self.blocks:
+            x, balance, spread = block(x)
+            spreads = spreads + spread
+            balances = balances + balance
+        logits, targets = self.head(x).flatten(0, 1), batch[:, 1:].flatten()
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction=reduction)
+        return loss, balances + spreads
+
+
 class Mixtral(Mixture):
     """Of transformers, which makes the balance loss of router logits outside of its blocks, in float32."""
 
@@ -194,12 +219,17 @@ CASES = [
     (Mixtral, Layout("zb_h1", 2, 1, 4)),
     (MaskedMixtral, Layout("1f1b", 2, 1, 4)),
     (Mixture, Layout("zb_h1", 2, 2, 2)),
+    (RunningSums, Layout("1f1b", 2, 1, 4)),
     pytest.param(Mixture, Layout("1f1b", 2, 1, 4), marks=pytest.mark.nightly),
     pytest.param(Mixture, Layout("zb_v", 2, 1, 4), marks=pytest.mark.nightly),
 ]
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES, ids=lambda each: getattr(each, "__name__", str(each)))
+def _name_of(each: Any) -> str:
+    return getattr(each, "__name__", str(each))
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES, ids=_name_of)
 def test_training_is_that_of_microbatches_one_by_one(pool: WorkerPool, model: type[Mixture], layout: Layout) -> None:
     losses, weights = in_a_loop(model, layout)
     tolerance = 1e-6 if issubclass(model, Mixtral) else 1e-9  # transformers has float32 in its losses
@@ -216,7 +246,7 @@ def test_training_is_that_of_microbatches_one_by_one(pool: WorkerPool, model: ty
     assert seen == set(weights)
 
 
-@pytest.mark.parametrize("model", [Mixture, LeavingAttributes, Mixtral, MaskedMixtral], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("model", [Mixture, LeavingAttributes, RunningSums, Mixtral, MaskedMixtral], ids=_name_of)
 def test_the_refusal_names_lines_and_an_option(pool: WorkerPool, model: type[Mixture]) -> None:
     """With which the test above trains each of them."""
     layout = Layout("zb_h1", 2, 1, 4)
@@ -232,7 +262,7 @@ def test_the_refusal_names_lines_and_an_option(pool: WorkerPool, model: type[Mix
 
 
 @pytest.mark.by_day(4)
-@pytest.mark.parametrize("model", [RootOfMean, Contrastive, Scaling, WholeLoss], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("model", [RootOfMean, Contrastive, Scaling, WholeLoss], ids=_name_of)
 @pytest.mark.parametrize("options", [{}, PER_MICROBATCH], ids=["default", "per_microbatch"])
 def test_other_losses_that_depend_on_the_cut_are_refused_as_before(
     pool: WorkerPool, model: type[Mixture], options: dict[str, Any]
