@@ -133,9 +133,7 @@ def fit(
     trainer = L.Trainer(
         accelerator="cpu",
         devices=pipeline * replicas,
-        strategy=PipelineParallelStrategy(
-            pipeline, replicas, num_microbatches=4, schedule=schedule, check_first_batches=False
-        ),
+        strategy=PipelineParallelStrategy(pipeline, replicas, num_microbatches=4, schedule=schedule),
         logger=list(loggers),
         callbacks=[monitor, counts, norms, *filter(None, [bar])],
         enable_checkpointing=False,

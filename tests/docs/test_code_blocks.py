@@ -93,7 +93,7 @@ def test_the_commands_of_the_tutorial_run(tmp_path: Path) -> None:
     verified = run_forked([*verify[1:], "steps=2"], tmp_path, module="lightning_pp.cli.verify", timeout_s=200)
     assert verified.code == 0, verified.output
     assert verified.output.endswith("EQUAL: the pipeline trains as one device does.\n"), verified.output
-    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".py"] == []
+    assert {path.name for path in tmp_path.iterdir() if path.suffix != ".py"} <= {"__pycache__"}
     checked = run_forked(check[1:], tmp_path, module="lightning_pp.cli.plan.command")
     assert checked.code == 0 and "LanguageModel: can be cut into 2 stages" in checked.output, checked.output
     shorter = ["trainer.max_steps=2" if "max_steps" in word else word for word in train[1:]]
