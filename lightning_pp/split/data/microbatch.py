@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -191,7 +192,7 @@ def split_batch(batch: Any, num_microbatches: int, batch_dim: BatchDim = None) -
     every microbatch. In a batch with a list that has an entry per sample, the lists of that length are cut, and the
     tensors in them stay whole. Where the length is not divisible, the first slices have one sample more; where it is
     smaller than ``num_microbatches``, there are as many microbatches as samples. Tensors that ``batch_dim`` names are
-    cut along the dimension that it says.
+    cut along the dimension that it says. A ``BlockMask`` of FlexAttention with a row for each sample is cut too.
 
     Raises:
         BatchError: The batch is empty, or holds data that has no dimension 0 to cut (packed, nested or sparse); or
@@ -252,6 +253,8 @@ def _slicer(batch: Any, num_samples: int, num_slices: int, dims: Mapping[int, in
                 return tree
             # steps may view what is contiguous in the batch
             return tree[start : start + size] if dim == 0 else tree.narrow(dim, start, size).contiguous()
+        if _is_mask_of_rows(tree, num_samples):
+            return _rows_of_mask(tree, start, size)
         if _is_plain_list(tree) or (has_sample_list and _is_list_of_samples(tree)):
             return tree[start : start + size] if len(tree) == num_samples else tree
         return map_children(lambda child: slice_of(child, start, size), tree)
@@ -318,10 +321,24 @@ def _refuse_uncuttable(tree: Any, num_slices: int) -> None:
         _refuse_uncuttable(child, num_slices)
 
 
+def _is_mask_of_rows(leaf: Any, num_samples: int) -> bool:
+    """Whether ``leaf`` is FlexAttention's ``BlockMask`` with a row for each sample."""
+    flex_attention = sys.modules.get("torch.nn.attention.flex_attention")  # takes long to import
+    is_mask = flex_attention is not None and isinstance(leaf, flex_attention.BlockMask)
+    return is_mask and leaf.kv_num_blocks.shape[0] == num_samples
+
+
+def _rows_of_mask(mask: Any, start: int, size: int) -> Any:
+    """A ``BlockMask`` of some of the rows; torch leaves out its function, which is told the numbers of all rows."""
+    rows = mask[start : start + size]
+    rows.mask_mod = lambda batch, head, query, key: mask.mask_mod(batch + start, head, query, key)
+    return rows
+
+
 def _refuse_objects_with_samples(batch: Any, num_samples: int, num_slices: int) -> None:
     """An object goes whole to every microbatch, which is wrong for one with a row per sample."""
     for leaf in leaves_of(batch):
-        lengths = lengths_of(leaf) if is_object(leaf) else {}
+        lengths = lengths_of(leaf) if is_object(leaf) and not _is_mask_of_rows(leaf, num_samples) else {}
         if num_samples in lengths.values():
             place = next(place for place, length in lengths.items() if length == num_samples)
             raise BatchError(
