@@ -104,7 +104,7 @@ BUDGETS = {
     ("cli", "conf", "doctor"): 9_323,
     ("telemetry", "callbacks"): 4_757,
     ("schedule",): 4_885,
-    ("planning",): 5_412,
+    ("planning",): 5_413,
     ("runtime",): 4_365,
     ("checkpoint",): 3_790,
     ("sharding",): 3_590,

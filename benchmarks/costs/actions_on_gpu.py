@@ -28,7 +28,7 @@ import transformers as hf
 from split_overhead import HFModel
 
 from lightning_pp.planning.stage_model import SplitModel, assign_stages, record_model
-from lightning_pp.planning.step_plans import signature_of
+from lightning_pp.planning.steps.plans import signature_of
 from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.split_backward.deferral import weight_gradients_deferrable

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from split_overhead import CPU, cut, llama
 
-from lightning_pp.planning.step_plans import signature_of
+from lightning_pp.planning.steps.plans import signature_of
 from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.split_backward.deferral import weight_gradients_deferrable

@@ -18,7 +18,7 @@ import transformers as hf
 from split_overhead import HFModel, cut, gpt2, llama, median_ms
 from torch import Tensor
 
-from lightning_pp.planning.step_plans import signature_of
+from lightning_pp.planning.steps.plans import signature_of
 from lightning_pp.recipes.byte_gpt import ByteGPT
 from lightning_pp.split.dry_run.same_path import PathComparison
 

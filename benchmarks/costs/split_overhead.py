@@ -25,7 +25,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from lightning_pp.planning.stage_model import SplitModel, assign_stages, record_model
-from lightning_pp.planning.step_plans import signature_of
+from lightning_pp.planning.steps.plans import signature_of
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.stage import StageRunner
 from lightning_pp.schedule import Placement

@@ -34,7 +34,7 @@ from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_model import SplitModel, assign_stages, record_model
-from lightning_pp.planning.step_plans import signature_of
+from lightning_pp.planning.steps.plans import signature_of
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.runtime.transport.channels import Transport

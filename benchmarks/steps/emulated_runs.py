@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from lightning_pp.planning.stage_model import assign_stages, record_model
-from lightning_pp.planning.step_plans import signature_of
+from lightning_pp.planning.steps.plans import signature_of
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.schedule import ActionKind, Schedule

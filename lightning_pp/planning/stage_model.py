@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing, policy_of, recomputation_of
-from lightning_pp.planning.step_plans import StepPlanCache
+from lightning_pp.planning.steps.plans import StepPlanCache
 from lightning_pp.planning.tensor_parts import Again, Call, OnParts, Step, TensorRanks, arguments_noted, cut_on_parts
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.schedule import Placement

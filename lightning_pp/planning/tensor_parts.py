@@ -287,13 +287,13 @@ def _standing_in(units: Mapping[str, nn.Module], record: StepRecord, like: Seque
 def _for_all_calls(record: StepRecord, on_parts: StepRecord, like: Sequence[int]) -> StepRecord:
     """``record`` with what each call costs and keeps on parts, by the call that it is like."""
     if [call.unit for call in on_parts.calls] != [call.unit for call in record.calls]:
-        raise SplitError("the step calls other units with parts of matrices than with whole ones")
+        raise SplitError("The step calls other units with parts of matrices than with whole ones.")
     fresh, calls = count(1 << 40), []  # above the numbers of all memories in the record
     for call, ran in zip(record.calls, like, strict=True):
         part = on_parts.calls[ran]
         if len(part.given) != len(call.given) or len(part.leaves) != len(call.leaves):
             raise SplitError(
-                f"the unit {call.unit!r} is given other tensors with parts of matrices than with whole ones"
+                f"The unit {call.unit!r} is given other tensors with parts of matrices than with whole ones."
             )
         number_of = defaultdict[int, int](lambda: next(fresh))
         number_of.update(zip(part.given, call.given, strict=True))

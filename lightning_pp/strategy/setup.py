@@ -26,7 +26,7 @@ from lightning_pp.planning.stage_model import (
     record_model,
     with_recomputation,
 )
-from lightning_pp.planning.step_plans import key_of
+from lightning_pp.planning.steps.plans import key_of
 from lightning_pp.planning.tuning import Layout, LayoutRequest, compute_on_rank0
 from lightning_pp.planning.unit_times.measure import run_each_once
 from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts

@@ -11,8 +11,8 @@ from small_models import Blocks
 from torch import Tensor, nn
 
 from lightning_pp.planning.stage_model import assign_stages, record_model
-from lightning_pp.planning.step_plans import StepPlanCache, key_of, signature_of
-from lightning_pp.planning.step_state import AttributesOutsideUnits, StepState, holds_objects
+from lightning_pp.planning.steps.plans import StepPlanCache, key_of, signature_of
+from lightning_pp.planning.steps.state import AttributesOutsideUnits, StepState, holds_objects
 from lightning_pp.schedule import Placement
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.reductions.facts import Facts

@@ -18,7 +18,7 @@ from live_memory import LiveMemory
 from torch import Tensor, nn
 
 from lightning_pp.planning.stage_model import RecordingOptions, SplitModel, assign_stages, record_model
-from lightning_pp.planning.step_plans import StepPlanCache, signature_of
+from lightning_pp.planning.steps.plans import StepPlanCache, signature_of
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.runtime.stage import StageRunner

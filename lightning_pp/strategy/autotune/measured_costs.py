@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.planning.stage_costs import BYTES_PER_GIB, crossing_bytes, held_gib, with_held
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.planning.step_plans import signature_of
+from lightning_pp.planning.steps.plans import signature_of
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.runtime.transport.link_speed import Link, measure_gather_and_reduce, measure_links
 from lightning_pp.schedule import ActionKind, StageCosts

@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 from torch import nn
 
 from lightning_pp.errors import SplitError
-from lightning_pp.planning.step_plans import MAX_PLANS
-from lightning_pp.planning.step_state import StepState
+from lightning_pp.planning.steps.plans import MAX_PLANS
+from lightning_pp.planning.steps.state import StepState
 from lightning_pp.split.dry_run.rehearsal import Rehearsed, rehearse
 from lightning_pp.split.fakes.parameters import FakeParameters, has_data
 from lightning_pp.split.record.reduction import Place

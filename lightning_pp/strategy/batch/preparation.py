@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import BatchError
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.planning.step_plans import key_of
-from lightning_pp.planning.step_state import AttributesOutsideUnits, StepState, holds_objects
+from lightning_pp.planning.steps.plans import key_of
+from lightning_pp.planning.steps.state import AttributesOutsideUnits, StepState, holds_objects
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.whole_batch import WholeBatch
 from lightning_pp.split.data.microbatch import Microbatch

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import SplitError
-from lightning_pp.planning.step_state import StepState
+from lightning_pp.planning.steps.state import StepState
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.fakes.parameters import has_data
 from lightning_pp.split.record.plan import StepPlan

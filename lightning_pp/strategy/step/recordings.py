@@ -11,7 +11,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_pp.planning.step_plans import StepPlanCache
+from lightning_pp.planning.steps.plans import StepPlanCache
 from lightning_pp.split.data.tree import entries_of
 
 _BATCHES, _MOST_RECORDINGS = 20, 3

@@ -60,7 +60,10 @@ class VarlenKernels:
 def varlen_on_cpus() -> Iterator[VarlenKernels]:
     """``varlen_attn`` runs on CPUs inside, with torch's own operations and formula of autograd around the kernels."""
     kernels = VarlenKernels()
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_flash_attention_forward", kernels.forward, "CPU")
-        library.impl("_flash_attention_backward", kernels.backward, "CPU")
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", kernels.forward, "CPU")
+    library.impl("_flash_attention_backward", kernels.backward, "CPU")
+    try:
         yield kernels
+    finally:
+        del library  # takes the kernels back

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
 from lightning_pp import BatchPart, split_packed
-from lightning_pp.planning import step_plans
+from lightning_pp.planning.steps import plans
 
 WIDTH, VOCAB, FEATURES = 8, 11, 5
 LONG = 16
@@ -28,13 +28,13 @@ RECORDINGS: list[int] = []
 
 
 def counting_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = step_plans.dry_run
+    original = plans.dry_run
 
     def dry_run(*args: Any, **kwargs: Any) -> Any:
         RECORDINGS.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(step_plans, "dry_run", dry_run)
+    monkeypatch.setattr(plans, "dry_run", dry_run)
 
 
 class Block(nn.Module):

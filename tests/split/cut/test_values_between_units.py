@@ -17,7 +17,7 @@ from one_process import CPU, OneProcessPipeline, compare, compare_evaluation, re
 from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
-from lightning_pp.planning.step_state import StepState
+from lightning_pp.planning.steps.state import StepState
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.split.record.least_cut import least_cut
 from lightning_pp.split.record.plan import StepPlan

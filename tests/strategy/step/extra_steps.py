@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from parity_run import Layout
 from pipelined_fit import trainer
@@ -32,6 +33,18 @@ class Step(Blocks):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+
+# all steps in one module by day, each in its own at night
+in_layouts = pytest.mark.parametrize(
+    ("layout", "is_each_alone"),
+    [
+        (Layout("zb_h1", 2, num_microbatches=4), False),
+        pytest.param(Layout("zb_h1", 2, num_microbatches=4), True, marks=pytest.mark.nightly),
+        pytest.param(Layout("1f1b", 3, num_microbatches=2), True, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 
 
 def together(kinds: Sequence[type[Step]]) -> list[type[Step]]:

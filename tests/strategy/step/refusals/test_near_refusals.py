@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from extra_steps import Step, fitted, together
+from extra_steps import Step, fitted, in_layouts, together
 from parity_run import Layout
 from pool import WorkerPool
 from torch import Tensor, nn
@@ -394,15 +394,7 @@ def train_all(layout: Layout | None, is_each_alone: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("layout", "is_each_alone"),
-    [
-        (Layout("zb_h1", 2, num_microbatches=4), False),
-        pytest.param(Layout("zb_h1", 2, num_microbatches=4), True, marks=pytest.mark.nightly),
-        pytest.param(Layout("1f1b", 3, num_microbatches=2), True, marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
+@in_layouts
 def test_as_on_one_device(pool: WorkerPool, layout: Layout, is_each_alone: bool) -> None:
     expected = pool.run(train_all, None, is_each_alone, world_size=1, timeout=120)[0]
     of_ranks = pool.run(train_all, layout, is_each_alone, world_size=layout.world_size, timeout=280)

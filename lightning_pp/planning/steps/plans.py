@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
-from lightning_pp.planning.step_state import INITIAL_STATE, NO_STATE, StepState
+from lightning_pp.planning.steps.state import INITIAL_STATE, NO_STATE, StepState
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.split._torch_private import version_of
 from lightning_pp.split.data.tree import entries_of, is_object, leaves_of, own_copy, tensors_of

@@ -1,0 +1,1 @@
+"""Plans of recorded steps, and the state by which one serves again."""
