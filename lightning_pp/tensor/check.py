@@ -24,7 +24,7 @@ from lightning_pp.tensor.rules.elementwise import DROPOUTS
 from lightning_pp.tensor.tracing import Inside
 
 if TYPE_CHECKING:
-    from lightning_pp.tensor.units import _CutForward
+    from lightning_pp.tensor.units import CutForward
 
 # largest difference beside the largest value
 TOLERANCES: Mapping[torch.dtype, float] = {
@@ -67,7 +67,7 @@ class UnitCheck:
         """A copy of a unit is checked with it."""
         return self
 
-    def run(self, forward: _CutForward, args: Any, kwargs: Any) -> None:
+    def run(self, forward: CutForward, args: Any, kwargs: Any) -> None:
         """Runs ``forward`` on parts and whole.
 
         Raises:
@@ -91,7 +91,7 @@ class UnitCheck:
                 "tensor_parallel_plan. Nothing was updated."
             )
 
-    def _compared(self, forward: _CutForward, args: Any, kwargs: Any) -> str:
+    def _compared(self, forward: CutForward, args: Any, kwargs: Any) -> str:
         unit, group = forward.unit, self._group
         state = _generator_state(next(unit.parameters()).device)
         wholes = {

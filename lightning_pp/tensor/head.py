@@ -21,7 +21,7 @@ from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.head.cross_entropy import RunningSums, sums_of_part
 from lightning_pp.split.head.deferred_logits import DeferredHead, DeferredLogits
 from lightning_pp.split.head.parts import Pointwise, applied
-from lightning_pp.tensor.functions import sum_of_region
+from lightning_pp.tensor.functions import move
 from lightning_pp.tensor.parts import joined
 from lightning_pp.tensor.region import Region
 
@@ -63,8 +63,8 @@ class HeadOfRanks(DeferredHead):
         own = sums_of_part(logits, target, self.region.rank * logits.shape[1], with_total=with_total)
         group = self.region.group
         log_sum_exp: Tensor = _LogSumExpOfRanks.apply(own.log_sum_exp, group)  # type: ignore[no-untyped-call]
-        total = None if own.total is None else sum_of_region(own.total, group)
-        return RunningSums(log_sum_exp, sum_of_region(own.at_target, group), total)
+        total = None if own.total is None else move(own.total, "sum", "keep", group)
+        return RunningSums(log_sum_exp, move(own.at_target, "sum", "keep", group), total)
 
     def used(self, how: str, func: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
         """On all logits.

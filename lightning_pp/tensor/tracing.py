@@ -21,7 +21,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers
 from lightning_pp.split.fakes.fake_mode import FakeValueMode
 from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark
-from lightning_pp.tensor.plans import Style
+from lightning_pp.tensor.plans import Style, experts_of
 from lightning_pp.tensor.region import Region
 from lightning_pp.tensor.rules import RULES
 
@@ -75,6 +75,13 @@ class UnitTracer:
         self._names: dict[int, str] = {}
         self._num_ranks = group.size()
         self._sequence_parallel, self._gathers = sequence_parallel, gathers
+        self._experts = {
+            f"{prefix}.{name}" if prefix else name: (out_dim, number == len(own) - 1)
+            for prefix, child in unit.named_modules()
+            for own in [experts_of(child)]
+            for number, (name, (out_dim, _)) in enumerate(own.items())
+        }
+        self._met: set[str] = set()
         self._num_parameters = sum(each.numel() for each in unit.parameters())
 
     def find(self, args: Any, kwargs: Any) -> Found:
@@ -87,7 +94,10 @@ class UnitTracer:
             self._found, self._columns = {}, []
             try:
                 self._run(args, kwargs)
-                return self._found
+                unmet = {name for name in self._experts if name in self._found}.difference(self._met)
+                if not unmet:
+                    return self._found
+                self._learn(CutError("no product of them was met without data", frozenset(unmet)))
             except CutError as error:
                 self._learn(error)
             except ConfigurationError:
@@ -101,6 +111,8 @@ class UnitTracer:
     def _run(self, args: Any, kwargs: Any) -> None:
         parameters = {f"unit.{name}": self._fake(each) for name, each in self.unit.named_parameters()}
         self._names = {id(each): name.removeprefix("unit.") for name, each in parameters.items()}
+        for name, (out_dim, is_last) in self._experts.items():  # cut before they are met: code takes one of them first
+            parameters[f"unit.{name}"] = self._cut_expert(name, parameters[f"unit.{name}"], out_dim, is_last)
         buffers = {f"unit.{name}": self._fake(each) for name, each in self.unit.named_buffers()}
         region = Region(self.group, RULES, self._sequence_parallel, self._adopt)
         args, kwargs = map_leaves(self._fake_leaf, own_containers((args, kwargs)))
@@ -111,6 +123,18 @@ class UnitTracer:
         with torch.no_grad():
             output = region.whole_again(output, self._gathers)
         check_whole(output)
+
+    def _cut_expert(self, name: str, weight: Tensor, out_dim: int, is_last: bool) -> Tensor:
+        style = self._styles.get(name, ("replicate", ""))[0]
+        is_row = style == "rowwise" or (style == "auto" and is_last)
+        dim = 3 - out_dim if is_row else out_dim
+        segments = self._segments.get(name, (weight.shape[dim],))
+        if style == "replicate" or name in self._whole or any(length % self._num_ranks for length in segments):
+            return weight
+        self._found[name] = dim, segments
+        if not is_row:
+            self._columns.append(name)
+        return self._narrowed(weight, dim, segments, name)
 
     def _fake(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() and tensor.device.type == "cpu":
@@ -129,6 +153,8 @@ class UnitTracer:
         self, weight: Tensor, bias: Tensor | None, x: Tensor, out_dim: int, num_groups: int = 1
     ) -> tuple[Tensor, Tensor | None]:
         """Decides how a weight is cut when it is first met."""
+        own = cut_of(weight)
+        self._met |= own.origins if own is not None else set()
         name = self._names.get(id(weight))
         if name is None or name not in self._styles:
             return weight, bias

@@ -150,6 +150,10 @@ CUT = {
         *(f"self_attn.{name}_proj.weight" for name in "qo"),  # there is one head of keys
         *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     },
+    "mixtral_float64_loss": {
+        *("embed_tokens.weight", "lm_head.weight", "self_attn.q_proj.weight", "self_attn.o_proj.weight"),
+        *("experts.gate_up_proj", "experts.down_proj"),
+    },
     "t5": {
         *("SelfAttention.q.weight", "SelfAttention.o.weight", "EncDecAttention.k.weight", "DenseReluDense.wi.weight"),
         "shared.weight",  # of both embeddings and the head
@@ -160,6 +164,7 @@ CUT = {
 # GPT-2 has its own cases below
 CASES = [
     ("llama_float64_loss", Layout("1f1b", 1, 1, 2, tensor=2)),
+    ("mixtral_float64_loss", Layout("zb_h1", 2, 1, 2, tensor=2)),
     ("t5", Layout("zb_v", 1, 1, 3, tensor=2)),
     ("demo_transformer", Layout("zb_h1", 1, 1, 2, tensor=2)),
     ("vit", Layout("1f1b", 2, 1, 2, tensor=2)),
@@ -331,14 +336,3 @@ def test_modules_that_cut_themselves_are_refused_by_name(pool: WorkerPool) -> No
     for failure in pool.run(train_parallelized, expect_failure=True, timeout=120).failures:
         assert failure is not None and failure.type == "ConfigurationError"
         assert "blocks.0.weight of Parallelized is a DTensor" in failure.message
-
-
-def make_compiled() -> None:
-    strategy = PipelineParallelStrategy(pipeline_parallel_size=1, tensor_parallel_size=2, compile=True)
-    L.Trainer(**QUIET, devices=2, strategy=strategy)
-
-
-def test_compiled_units_are_refused(pool: WorkerPool) -> None:
-    for failure in pool.run(make_compiled, expect_failure=True).failures:
-        assert failure is not None and failure.type == "ConfigurationError"
-        assert "compile=True does not work with tensor_parallel_size=2" in failure.message
