@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.distributed.control import ControlGroups, make_control_groups
 from lightning_pp.distributed.groups import destroyed_with, largest_of_all
+from lightning_pp.distributed.meshes import tensor_mesh
 from lightning_pp.distributed.messages import MessageLine
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.runtime.transport.channels import Transport
@@ -84,7 +85,9 @@ class Connection:
         ranks = [int(rank) for rank in self._mesh["pipeline"].mesh.tolist()]
         place = self._mesh.get_local_rank("pipeline")
         name = f"{self.groups.share(lambda: uuid4().hex, 'A name of channels')}/{ranks[0]}"
-        self._transport = Transport(ranks, place, self._device, self._timeout, self._of_stages.pipeline, name)
+        axis, group = tensor_mesh(self._mesh), self._of_stages.pipeline
+        tensor_group = None if axis is None else axis.get_group()
+        self._transport = Transport(ranks, place, self._device, self._timeout, group, name, tensor_group=tensor_group)
         return self._transport
 
     def align_generators(self) -> None:

@@ -98,8 +98,8 @@ def _has_no_data(tensor: Tensor) -> bool:
 
 def _join(part: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     if _has_no_data(part):
-        return torch.cat([part] * group.size(), dim)
-    return joined(part, dim, [length // group.size() for length in segments], group)
+        return part.new_empty([*part.shape[:dim], sum(segments), *part.shape[dim + 1 :]])
+    return joined(part, dim, segments, group)
 
 
 def _take(whole: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -143,8 +143,7 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Takes a part."""
-        dim, segments, group = ctx.where
-        (grad,) = grad_outputs
+        (grad,), (dim, segments, group) = grad_outputs, ctx.where
         part = _scatter_sum(grad, dim, group) if ctx.sums else _take(grad, dim, segments, group)
         return part, None, None, None, None
 
