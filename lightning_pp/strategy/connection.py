@@ -78,9 +78,8 @@ class Connection:
             assert self._transport is not None
             self._is_opened_ahead = False
             return self._transport
-        earlier, self._of_stages = self._of_stages, ControlGroups()
-        if self._device.type == "cpu":
-            self._of_stages = self._new_groups()
+        earlier = self._of_stages
+        self._of_stages = self._new_groups() if self._device.type == "cpu" else ControlGroups()
         earlier.replace_by(ControlGroups())
         ranks = [int(rank) for rank in self._mesh["pipeline"].mesh.tolist()]
         place = self._mesh.get_local_rank("pipeline")
@@ -136,8 +135,7 @@ class Connection:
         return bool(failed), largest
 
     def _new_groups(self) -> ControlGroups:
-        sizes = self._sizes
-        grid = self._mesh.mesh.reshape(sizes.pipeline, sizes.data_parallel, sizes.tensor)
+        grid = self._mesh.mesh.reshape(self._sizes.pipeline, self._sizes.data_parallel, self._sizes.tensor)
         groups = make_control_groups(grid, 0, self._timeout)
         self._made += groups.all
         return groups
