@@ -74,8 +74,7 @@ class CompiledUnits:
         }
         self._options = dict(options)
         self._backend = DeferringBackend(options)
-        plain = DeferringBackend(options, defers=False)
-        self._on_parts = PartsBackend(plain), PartsBackend(self._backend)
+        self._on_parts = PartsBackend(DeferringBackend(options, defers=False)), PartsBackend(self._backend)
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._kept: dict[str, None] = {
             f"{name}.{weight}": None

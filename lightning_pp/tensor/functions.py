@@ -80,8 +80,8 @@ def _sum(partial: Tensor, dim: int, segments: Sequence[int], group: dist.Process
 
 def _join(part: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     if _has_no_data(part):
-        return torch.cat([part] * group.size(), dim)
-    return joined(part, dim, [length // group.size() for length in segments], group)
+        return part.new_empty([*part.shape[:dim], sum(segments), *part.shape[dim + 1 :]])
+    return joined(part, dim, segments, group)
 
 
 def _take(whole: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -112,12 +112,7 @@ def _move_compiled(tensor: Tensor, how: str, dim: int, segments: Sequence[int], 
 
 @_move_compiled.register_fake
 def _shape_of_move(tensor: Tensor, how: str, dim: int, segments: Sequence[int], group: str) -> Tensor:
-    shape, num_ranks = list(tensor.shape), GROUPS[group].size()
-    if how == "join":
-        shape[dim] *= num_ranks
-    elif how != "sum":
-        shape[dim] //= num_ranks
-    return tensor.new_empty(shape)
+    return tensor.new_empty(_MOVES[how](tensor, dim, segments, GROUPS[group]).shape)
 
 
 def _move(tensor: Tensor, how: str, dim: int, segments: Sequence[int], group: Any) -> Tensor:

@@ -43,9 +43,8 @@ class DeferringBackend:
     """
 
     def __init__(self, options: Mapping[str, Any], defers: bool = True) -> None:
-        self._defers = defers
         self._options = {name: value for name, value in options.items() if name not in CAPTURE_OPTIONS}
-        self.kept: list[Tensor] = []
+        self._defers, self.kept = defers, list[Tensor]()
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return _TappedGraph(module, self._options, self.kept if self._defers else None)
@@ -93,14 +92,13 @@ class _TappedGraph:
         if self._kept is not None:
             self._find_products(args, self._kept)
         module = with_taps(self._module, self._products)
-        is_dynamic = any(isinstance(arg, int) for arg in args)
 
         def call(*given: Any) -> Any:
             return module(*given)
 
         # torch.compile keeps what it has compiled with the code of a function, and counts it there
         own = FunctionType(call.__code__.replace(), call.__globals__, "compiled_graph", None, call.__closure__)
-        return torch.compile(own, **self._options, fullgraph=True, dynamic=is_dynamic)
+        return torch.compile(own, **self._options, fullgraph=True, dynamic=any(isinstance(arg, int) for arg in args))
 
     def _shapes(self, args: Sequence[Any]) -> list[ProductShapes]:
         """The shapes of the products; with sizes among the inputs they depend on them."""

@@ -24,8 +24,7 @@ class CompiledBackward:
     """
 
     def __init__(self, groups: ControlGroups, units: CompiledUnits) -> None:
-        self._groups = groups
-        self._units = units
+        self._groups, self._units = groups, units
         self._has_run = self._splits = self._is_done = False
 
     def note(self, schedule: Schedule) -> None:
@@ -41,8 +40,7 @@ class CompiledBackward:
         names = list(dict.fromkeys(name for kept, _ in parts for name in kept))
         if names and self._splits:
             rank_zero_info(_text(names))
-        uncompiled = {name: reason for _, reasons in parts for name, reason in reasons.items()}
-        if uncompiled:
+        if uncompiled := {name: reason for _, reasons in parts for name, reason in reasons.items()}:
             rank_zero_info(
                 f"compile: {len(uncompiled)} units with parts of matrices run uncompiled: {_listed(list(uncompiled))}. "
                 f"The reason for the first: {next(iter(uncompiled.values()))}"
