@@ -141,7 +141,8 @@ class PipelineEngine:
 
     def _new_executor(self) -> PipelineExecutor:
         transport, split = self._connection.new_transport(), self.split
-        return PipelineExecutor(self.rank, split.units, transport, self.device, split.recomputation)
+        is_cut = split.tensor is not None and bool(split.tensor.parts)
+        return PipelineExecutor(self.rank, split.units, transport, self.device, split.recomputation, is_cut)
 
     def random_state(self) -> dict[str, int]:
         """What the random numbers of the next training batch depend on."""

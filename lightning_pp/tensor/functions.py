@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pp.split._torch_private import FakeTensor
+from lightning_pp.tensor.aside import Collective, aside
 from lightning_pp.tensor.parts import TensorPart, joined, part_of, pieces_of
 
 
@@ -55,10 +56,10 @@ def _tell(group: Any, tensor: Tensor, forward: int, backward: int, times: int = 
         group.tell(times * tensor.numel() * tensor.element_size(), forward, backward if needs_gradient else 0)
 
 
-def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _summed(tensor: Tensor, group: dist.ProcessGroup, reduce: Collective = dist.all_reduce) -> Tensor:
     """The sum over the ranks of ``group``, in memory of its own."""
     total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    reduce(total, group=group)
     return total
 
 
@@ -75,7 +76,7 @@ class CopyToRegion(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Sums the gradients."""
         (grad,) = grad_outputs
-        return (grad if isinstance(grad, FakeTensor) or grad.is_meta else _summed(grad, ctx.group)), None
+        return (grad if _has_no_data(grad) else _summed(grad, ctx.group, aside(dist.all_reduce))), None
 
 
 class SumOfRegion(torch.autograd.Function):
@@ -96,23 +97,23 @@ def _has_no_data(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
-def _join(part: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _join(part: Tensor, dim: int, segments: Sequence[int], group: Any, gather: Any = dist.all_gather) -> Tensor:
     if _has_no_data(part):
         return torch.cat([part] * group.size(), dim)
-    return joined(part, dim, [length // group.size() for length in segments], group)
+    return joined(part, dim, [length // group.size() for length in segments], group, gather)
 
 
 def _take(whole: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     return part_of(whole, TensorPart(dim, whole.shape, pieces_of(segments, group.rank(), group.size())))
 
 
-def _scatter_sum(partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def _scatter_sum(partial: Tensor, dim: int, group: Any, scatter: Collective = dist.reduce_scatter) -> Tensor:
     """This rank's part of the sum, in one run of ``dim``."""
     parts = partial.chunk(group.size(), dim)
     if _has_no_data(partial):
         return parts[0].clone()
     mine = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-    dist.reduce_scatter(mine, [each.contiguous() for each in parts], group=group)
+    scatter(mine, [each.contiguous() for each in parts], group=group)
     return mine
 
 
@@ -128,7 +129,8 @@ class ScatteredSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Joins."""
-        return _join(grad_outputs[0], *ctx.where), None, None
+        dim, segments, group = ctx.where
+        return _join(grad_outputs[0], dim, segments, group, aside(dist.all_gather)), None, None
 
 
 class Gathered(torch.autograd.Function):
@@ -145,8 +147,9 @@ class Gathered(torch.autograd.Function):
         """Takes a part."""
         dim, segments, group = ctx.where
         (grad,) = grad_outputs
-        part = _scatter_sum(grad, dim, group) if ctx.sums else _take(grad, dim, segments, group)
-        return part, None, None, None, None
+        if not ctx.sums:
+            return _take(grad, dim, segments, group), None, None, None, None
+        return _scatter_sum(grad, dim, group, aside(dist.reduce_scatter)), None, None, None, None
 
 
 class TakenPart(torch.autograd.Function):
@@ -161,7 +164,8 @@ class TakenPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Joins."""
-        return _join(grad_outputs[0], *ctx.where), None, None, None
+        dim, segments, group = ctx.where
+        return _join(grad_outputs[0], dim, segments, group, aside(dist.all_gather)), None, None, None
 
 
 def copy_to_region(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -176,7 +180,7 @@ def copy_to_region(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 def sum_of_region(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks of ``group`` of what each has computed."""
     _tell(group, partial, 2, 0)
-    if isinstance(partial, FakeTensor) or partial.is_meta:
+    if _has_no_data(partial):
         return partial
     total: Tensor = SumOfRegion.apply(partial, group)  # type: ignore[no-untyped-call]
     return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,9 +56,9 @@ def whole_of(local: Tensor, part: TensorPart, group: dist.ProcessGroup) -> Tenso
     return joined(local, part.dim, [stop - start for start, stop in part.pieces], group)
 
 
-def joined(local: Tensor, dim: int, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def joined(local: Tensor, dim: int, lengths: Sequence[int], group: Any, gather: Any = dist.all_gather) -> Tensor:
     """All ranks' parts joined, each made of runs of ``lengths`` in ``dim``."""
     parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, local.detach().contiguous(), group=group)
+    gather(parts, local.detach().contiguous(), group=group)
     by_rank = [torch.split(each, list(lengths), dim) for each in parts]
     return torch.cat([runs[i] for i in range(len(lengths)) for runs in by_rank], dim)

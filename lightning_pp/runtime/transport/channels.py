@@ -144,7 +144,8 @@ class Transport:
             if len(self._lanes_of) >= _MOST_ROUTES:
                 self._lanes_of.clear()
             messages = self._messages_of(route)
-            self._open_channels_of(messages)
+            if not self._matches_by_tag:
+                self._open_new({(message.sender, message.receiver) for message in messages})
             self._lanes_of[id(route)] = (route, {message.tag: self._lay_out(message) for message in messages})
         self._lanes = self._lanes_of[id(route)][1]
         self._receipts = route.receipts
@@ -216,21 +217,14 @@ class Transport:
         arrivals = (message for messages in route.incoming.values() for message in messages)
         return [message for message in (*departures, *arrivals) if message.sender != message.receiver]
 
-    def _open_channels_of(self, messages: Iterable[Message]) -> None:
-        """Makes each channel that no earlier route has used, and sends a number over it."""
-        if not self._matches_by_tag:
-            self._open_new({(message.sender, message.receiver) for message in messages})
-
     def _open_new(self, channels: set[tuple[int, int]]) -> None:
+        """Makes each channel that no earlier route has used, and sends a number over it."""
         for channel in opening_order(channels - self._channels.keys()):
-            self._channels[channel] = self._new_channel(channel)
+            source, target = (self._ranks[place] for place in channel)
+            name, place = f"{self._name}/{source}-{target}/", channel.index(self._rank)
+            # on one group for both directions NCCL would run sends and receives one after the other
+            self._channels[channel] = group_of_two(name, place, self._device.type, self._timeout)
             self._open(channel)
-
-    def _new_channel(self, channel: tuple[int, int]) -> Any:
-        """The group of one direction: on one for both NCCL would run sends and receives one after the other."""
-        source, target = (self._ranks[place] for place in channel)
-        name = f"{self._name}/{source}-{target}/"
-        return group_of_two(name, channel.index(self._rank), self._device.type, self._timeout)
 
     def _open(self, channel: tuple[int, int]) -> None:
         number, group = torch.zeros(1, device=self._device), self._channels[channel]

@@ -71,25 +71,9 @@ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rp
 __lt__ __gt__ __le__ __ge__ __and__ __or__ __xor__ __invert__ __iadd__ __isub__ __imul__ __itruediv__ float double
 half bfloat16 contiguous clone detach zeros_like ones_like empty_like full_like real imag int long bool
 """)
-_IN_PLACE = [
-    "add_",
-    "sub_",
-    "mul_",
-    "div_",
-    "neg_",
-    "exp_",
-    "sqrt_",
-    "clamp_",
-    "masked_fill_",
-    "relu_",
-    "sigmoid_",
-    "tanh_",
-    "silu_",
-    "requires_grad_",
-    "copy_",
-    "zero_",
-    "fill_",
-]
+_IN_PLACE = words("""
+add_ sub_ mul_ div_ neg_ exp_ sqrt_ clamp_ masked_fill_ relu_ sigmoid_ tanh_ silu_ requires_grad_ copy_ zero_ fill_
+""")
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _FIRST = ["to", "type", "type_as", "data.__get__", "real.__get__", "imag.__get__", "cpu", "cuda", "detach_"]
 _QUESTIONS = words("""
