@@ -109,7 +109,7 @@ BUDGETS = {
     ("checkpoint",): 3_790,
     ("sharding",): 3_590,
     ("distributed",): 2_435,
-    ("tensor",): 2_749,
+    ("tensor",): 2_754,
     ("verification",): 750,
 }
 

@@ -107,7 +107,7 @@ class PipelineExecutor:
         recomputation: Recomputation | None = None,
         has_tensor_ranks: bool = False,
     ) -> None:
-        self._split_kinds = {ActionKind.I, ActionKind.B} if has_tensor_ranks else {ActionKind.I}
+        self._waiting_kinds = {ActionKind.I, ActionKind.B} if has_tensor_ranks else {ActionKind.I}
         self._rank = rank
         self._units = dict(units)
         self._calls = UnitCalls(self._units)
@@ -175,15 +175,14 @@ class PipelineExecutor:
     def _lay_out(self, schedule: Schedule, plans: Sequence[StepPlan]) -> _Program:
         route = plan_route(schedule, plans, self._rank, occupies_device=not self._transport.matches_by_tag)
         # microbatches whose weight gradients wait; the others pay nothing for it
-        split = {
-            (stop.action.stage, stop.action.microbatch) for stop in route.stops if stop.action.kind in self._split_kinds
-        }
+        backwards = (stop.action for stop in route.stops if stop.action.kind in self._waiting_kinds)
+        split = {(action.stage, action.microbatch) for action in backwards}
         last_stage = schedule.placement.num_stages - 1
         entries: list[_Entry | Stop] = []
         sent_bytes: Counter[int] = Counter()
         for stop in route.stops:
             stage, microbatch = stop.action.stage, stop.action.microbatch
-            sent_bytes[stage] += sum(m.spec.num_bytes for m in stop.departures if m.receiver != self._rank)
+            sent_bytes[stage] += sum(map(self._transport.sent_bytes, stop.departures))
             if microbatch is None:
                 entries.append(stop)
                 continue
@@ -357,13 +356,10 @@ class _Step:
         """What the action receives, waited for now."""
         label = self._inputs.label
         self.timer.start_waiting()
-        if label is None:
+        with nullcontext() if label is None else label(f"wait for {label_of(stop.action)}"):
             received = self._transport.receive(stop)
-        else:
-            with label(f"wait for {label_of(stop.action)}"):
-                received = self._transport.receive(stop)
         self.timer.stop_waiting()
-        return received
+        return self._transport.joined(stop, received)
 
     def _randomness(self, plan: StepPlan, number: int) -> StepRandomness:
         """What the plan's inter-unit code draws from, in the microbatch of that number."""

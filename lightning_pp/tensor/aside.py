@@ -21,6 +21,7 @@ from torch import Tensor
 
 Collective = Callable[..., Any]
 
+# what was measured, by tensor group
 FLOPS_PER_BYTE: WeakKeyDictionary[dist.ProcessGroup, float] = WeakKeyDictionary()
 
 
@@ -63,6 +64,7 @@ def _measured_rate(group: dist.ProcessGroup, like: Tensor) -> float:
         return median(stop - start for start, stop in pairwise(marks))
 
     flops_per_s = 2 * width**3 / seconds(lambda: torch.mm(matrix, matrix))
-    rate = like.new_tensor(flops_per_s * seconds(lambda: dist.all_reduce(matrix, group=group)) / (2 * matrix.nbytes))
+    seconds_per_byte = seconds(lambda: dist.all_reduce(matrix, group=group)) / (2 * matrix.nbytes)
+    rate = torch.tensor(flops_per_s * seconds_per_byte, device=like.device)
     dist.all_reduce(rate, dist.ReduceOp.MIN, group=group)
     return rate.item()

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pp.errors import SplitError
 from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers
+from lightning_pp.split.side_effects.generators import GeneratorStates
 from lightning_pp.tensor.cuts import CutError
 from lightning_pp.tensor.parts import part_of, whole_of
-from lightning_pp.tensor.randomness import generators_kept
 from lightning_pp.tensor.rules.elementwise import DROPOUTS
 from lightning_pp.tensor.tracing import Inside
 
@@ -93,6 +93,7 @@ class UnitCheck:
     def _compared(self, forward: _CutForward, args: Any, kwargs: Any) -> str:
         unit, group = forward.unit, self._group
         device = next(unit.parameters()).device
+        generators = GeneratorStates.now(device)
         wholes = {
             name: whole_of(each, forward.parts[name], group) if name in forward.parts else each.detach().clone()
             for name, each in _named(unit)
@@ -109,8 +110,11 @@ class UnitCheck:
 
         def outcome(function: Callable[..., Any], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
             buffers.update({f"unit.{name}": each.clone() for name, each in unit.named_buffers()})
-            with generators_kept(device), _WithoutDropout():
-                return _outcome(function, own, unit, args, kwargs)
+            try:
+                with _WithoutDropout():
+                    return _outcome(function, own, unit, args, kwargs)
+            finally:
+                generators.put_back(device)
 
         whole = outcome(run_whole, wholes)
         try:

@@ -99,8 +99,8 @@ def _has_no_data(tensor: Tensor) -> bool:
 
 def _join(part: Tensor, dim: int, segments: Sequence[int], group: Any, gather: Any = dist.all_gather) -> Tensor:
     if _has_no_data(part):
-        return torch.cat([part] * group.size(), dim)
-    return joined(part, dim, [length // group.size() for length in segments], group, gather)
+        return part.new_empty([*part.shape[:dim], sum(segments), *part.shape[dim + 1 :]])
+    return joined(part, dim, segments, group, gather)
 
 
 def _take(whole: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -121,16 +121,16 @@ class ScatteredSum(torch.autograd.Function):
     """This rank's part of the sum of partial results; in backward the parts are joined."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, partial: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         """Sums and scatters."""
-        ctx.where = dim, [partial.shape[dim]], group
+        ctx.where = dim, segments, group
         return _scatter_sum(partial, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Joins."""
         dim, segments, group = ctx.where
-        return _join(grad_outputs[0], dim, segments, group, aside(dist.all_gather)), None, None
+        return _join(grad_outputs[0], dim, segments, group, aside(dist.all_gather)), None, None, None
 
 
 class Gathered(torch.autograd.Function):
@@ -145,14 +145,13 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Takes a part."""
-        dim, segments, group = ctx.where
-        (grad,) = grad_outputs
+        (grad,), (dim, segments, group) = grad_outputs, ctx.where
         if not ctx.sums:
             return _take(grad, dim, segments, group), None, None, None, None
         return _scatter_sum(grad, dim, group, aside(dist.reduce_scatter)), None, None, None, None
 
 
-class TakenPart(torch.autograd.Function):
+class TakenPart(ScatteredSum):
     """This rank's part of what all have; in backward the parts are joined."""
 
     @staticmethod
@@ -160,12 +159,6 @@ class TakenPart(torch.autograd.Function):
         """Takes the part."""
         ctx.where = dim, segments, group
         return _take(whole, dim, segments, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """Joins."""
-        dim, segments, group = ctx.where
-        return _join(grad_outputs[0], dim, segments, group, aside(dist.all_gather)), None, None, None
 
 
 def copy_to_region(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -189,7 +182,7 @@ def sum_of_region(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
 def scattered_sum(partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part, in ``dim``, of the sum over the ranks of ``group``."""
     _tell(group, partial, 1, 1)
-    part: Tensor = ScatteredSum.apply(partial, dim, group)  # type: ignore[no-untyped-call]
+    part: Tensor = ScatteredSum.apply(partial, dim, [partial.shape[dim]], group)  # type: ignore[no-untyped-call]
     return part
 
 

@@ -34,7 +34,7 @@ class _LogSumExpOfRanks(Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = torch.logsumexp(joined(own.unsqueeze(0), 0, [1], group), 0)
+        total = torch.logsumexp(joined(own.unsqueeze(0), 0, [group.size()], group), 0)
         # a row without a finite logit has a sum of -inf
         ctx.save_for_backward((own - total.clamp(min=torch.finfo(total.dtype).min)).exp_())
         return total
@@ -60,7 +60,7 @@ class HeadOfRanks(DeferredHead):
     def sums(self, target: Tensor, pointwise: Pointwise, with_total: bool) -> RunningSums:
         """By the sums over this rank's classes."""
         logits = applied(pointwise, self.hidden.reshape(-1, self.hidden.shape[-1]))
-        own = sums_of_part(logits, target, self.region.rank * logits.shape[1], with_total=with_total)
+        own = sums_of_part(logits, target, self.region.first_of([self.num_classes]), with_total=with_total)
         group = self.region.group
         log_sum_exp: Tensor = _LogSumExpOfRanks.apply(own.log_sum_exp, group)  # type: ignore[no-untyped-call]
         total = None if own.total is None else sum_of_region(own.total, group)

@@ -146,7 +146,7 @@ def tied_along_vocabulary(
             is_unused = is_table(child) and child not in inside and style != "replicate"  # such as "shared" of T5
             users.setdefault(parameter, []).append(is_unused or (child in called and style in wanted))
     tied = {each for each, are_cut in users.items() if len(are_cut) > 1 and all(are_cut)}
-    return {each for each in tied if each.shape[0] > each.shape[1] and not each.shape[0] % num_ranks}
+    return {each for each in tied if each.shape[0] > each.shape[1] and each.shape[0] >= num_ranks}
 
 
 def check_sizes(module: nn.Module, plan: Plan, num_ranks: int) -> None:
@@ -158,13 +158,13 @@ def check_sizes(module: nn.Module, plan: Plan, num_ranks: int) -> None:
     if plan == "auto":
         return  # what cannot be divided is left whole
     weights, problems = weights_of(module), []
+    words = {each.num_embeddings for each in module.modules() if is_table(each)}
     for name, (style, pattern) in styles_of(module, plan).items():
         out_dim, weight = weights[name]
         if style in ("colwise", "rowwise"):
             size = weight.shape[out_dim if style == "colwise" else 1 - out_dim]
-            if size % num_ranks:
+            if size % num_ranks and size not in words:  # a vocabulary is cut all the same
                 kind = "output features" if style == "colwise" else "input features"
-                kind = "rows" if is_table(module.get_submodule(name.rpartition(".")[0])) else kind
                 problems.append(f"{name} has {size} {kind} ({style} by {pattern!r})")
     if problems:
         raise ConfigurationError(

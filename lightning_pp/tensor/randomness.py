@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,11 +27,6 @@ def drawn_by_rank(region: Region, device: torch.device) -> Iterator[None]:
     drawn = int(torch.empty((), dtype=torch.int64).random_().item())  # on the CPU: nothing waits for the device
     seed = (drawn + region.rank * _STEP) % 2**63
     of_device = () if device.type == "cpu" else torch.get_device_module(device).default_generators
-    with generators_kept(device):
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         (of_device[device.index] if of_device else torch.default_generator).manual_seed(seed)
         yield
-
-
-def generators_kept(device: torch.device) -> AbstractContextManager[None]:
-    """Within, draws on the CPU and ``device`` leave no trace."""
-    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)

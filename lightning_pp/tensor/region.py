@@ -27,6 +27,7 @@ from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.record.products import PRODUCTS
 from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark
 from lightning_pp.tensor.functions import copy_to_region, gathered, sum_of_region, taken_part
+from lightning_pp.tensor.parts import pieces_of
 
 Rule = Callable[["Region", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -186,6 +187,10 @@ class Region(TorchFunctionMode):
     def summed(self, partial: Tensor) -> Tensor:
         """The sum of what the ranks have computed."""
         return sum_of_region(partial, self.group)
+
+    def first_of(self, segments: Sequence[int]) -> int:
+        """Where in a dimension this rank's part begins."""
+        return pieces_of(segments, self.rank, self.num_ranks)[0][0]
 
     def part(self, whole: Tensor, dim: int, segments: Sequence[int], origins: frozenset[str] = frozenset()) -> Tensor:
         """This rank's part of a whole tensor, in segments of ``dim``."""

@@ -21,6 +21,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers
 from lightning_pp.split.fakes.fake_mode import FakeValueMode
 from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark
+from lightning_pp.tensor.parts import TensorPart, pieces_of
 from lightning_pp.tensor.plans import Style
 from lightning_pp.tensor.region import Region
 from lightning_pp.tensor.rules import RULES
@@ -103,7 +104,9 @@ class UnitTracer:
         self._names = {id(each): name.removeprefix("unit.") for name, each in parameters.items()}
         buffers = {f"unit.{name}": self._fake(each) for name, each in self.unit.named_buffers()}
         region = Region(self.group, RULES, self._sequence_parallel, self._adopt)
-        args, kwargs = map_leaves(self._fake_leaf, own_containers((args, kwargs)))
+        args, kwargs = map_leaves(
+            lambda leaf: self._fake(leaf) if isinstance(leaf, Tensor) else leaf, own_containers((args, kwargs))
+        )
         with torch.no_grad(), self._mode.making_up(), region.entered():
             output = torch.func.functional_call(
                 Inside(self.unit, self.unit.forward), {**parameters, **buffers}, args, kwargs
@@ -118,12 +121,6 @@ class UnitTracer:
         with self._mode:
             fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
-
-    def _fake_leaf(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        with self._mode:
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
 
     def _adopt(
         self, weight: Tensor, bias: Tensor | None, x: Tensor, out_dim: int, num_groups: int = 1
@@ -162,7 +159,9 @@ class UnitTracer:
         if cut is not None or weight.shape[dim] % num_groups:
             return None
         segments = self._segments.get(name, (weight.shape[dim] // num_groups,) * num_groups)
-        if any(length % self._num_ranks for length in segments):
+        of_words = len(segments) == 1 and dim == (0 if is_table else out_dim) and (is_table or self._gathers)
+        of_words = of_words and segments[0] >= self._num_ranks  # a vocabulary is cut unevenly where it has to be
+        if any(length % self._num_ranks for length in segments) and not of_words:
             if style == "auto":
                 return None
             raise ConfigurationError(
@@ -174,8 +173,8 @@ class UnitTracer:
         return dim, segments
 
     def _narrowed(self, whole: Tensor, dim: int, segments: tuple[int, ...], name: str) -> Tensor:
-        local = whole.narrow(dim, 0, whole.shape[dim] // self._num_ranks)
-        return mark(local, Cut(dim, segments, frozenset([name])))
+        local_shape = TensorPart(dim, whole.shape, pieces_of(segments, self.group.rank(), self._num_ranks)).local_shape
+        return mark(whole.narrow(dim, 0, local_shape[dim]), Cut(dim, segments, frozenset([name])))
 
     def _learn(self, error: CutError) -> None:
         """Cuts what caused the error in segments, or leaves it whole.

@@ -346,7 +346,7 @@ def _as_planned(unit: nn.Module, styles: Mapping[str, tuple[Style, str]], num_ra
     weights = weights_of(unit)
     for name, (style, _) in styles.items():
         out_dim, weight = weights[name]
-        if style == "colwise":
+        if style == "colwise" and not weight.shape[out_dim] % num_ranks:
             size = weight.shape[out_dim]
             num = 3 if name.endswith("in_proj_weight") else 1
             found[name] = out_dim, (size // num,) * num

@@ -183,10 +183,10 @@ def embedding(region: Region, func: Function, args: Arguments, kwargs: dict[str,
         result = func(tokens, weight, **given)
         return mark(result, cut.at(result.dim() - 1))
     check_classes(tokens, cut.size, torch.iinfo(tokens.dtype).min)
-    num_rows = weight.shape[0]
-    tokens, padding = tokens - region.rank * num_rows, given.pop("padding_idx", None)
-    if padding is not None and 0 <= padding % cut.size - region.rank * num_rows < num_rows:
-        given["padding_idx"] = padding % cut.size - region.rank * num_rows
+    num_rows, first = weight.shape[0], region.first_of(cut.segments)
+    tokens, padding = tokens - first, given.pop("padding_idx", None)
+    if padding is not None and 0 <= padding % cut.size - first < num_rows:
+        given["padding_idx"] = padding % cut.size - first
     elsewhere = (tokens < 0) | (tokens >= num_rows)
     result = func(tokens.masked_fill(elsewhere, 0), weight, **given)
     return region.summed(result.masked_fill(elsewhere.unsqueeze(-1), 0.0))

@@ -217,6 +217,27 @@ def test_options_beside_tensor_ranks(pool: WorkerPool, name: str) -> None:
     check_like_one_device(outcomes, settings, layout)
 
 
+ODD_WORDS: list[Any] = [
+    ("odd_gpt2", Layout("zb_v", 1, 2, 2, tensor=2), {"sharding": "full_shard"}),
+    ("odd_llama", Layout("1f1b", 2, 1, 2, tensor=2), {}),
+    pytest.param("odd_gpt2", Layout("zb_h1", 2, 1, 3, tensor=2), {}, marks=pytest.mark.nightly),
+    pytest.param(
+        "odd_llama", Layout("zb_v", 1, 1, 3, tensor=2), {"sequence_parallel": True}, marks=pytest.mark.nightly
+    ),
+    pytest.param("odd_llama", Layout("1f1b", 1, 2, 2, tensor=2), {"sharding": "full_shard"}, marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "options"), ODD_WORDS, ids=str)
+def test_vocabularies_that_do_not_divide(pool: WorkerPool, model: str, layout: Layout, options: dict[str, Any]) -> None:
+    settings = Settings(model, **ACCUMULATED, only_trains="full_shard" in options.values())
+    outcomes = pool.run(train_pipelined, settings, layout, options, world_size=layout.world_size, timeout=300)
+    words = ("wte.weight",) if model == "odd_gpt2" else ("embed_tokens.weight", "lm_head.weight")
+    cut = merged(outcomes, layout).cut
+    assert all(any(name.endswith(ending) for name in cut) for ending in words), sorted(cut)
+    check_like_one_device(outcomes, settings, layout)
+
+
 ON_PARTS_OF_THE_SEQUENCE = [
     ("gpt2_float64_loss", Layout("zb_v", 1, 2, 3, tensor=2)),
     ("llama_float64_loss", Layout("zb_h1", 2, 1, 3, tensor=2)),
