@@ -172,7 +172,7 @@ def cut_on_parts(
     found, cut = cuts.units, cuts.fake_parameters
     cuts.group.tell = watch.note
     with found.running_on_parts():
-        on_parts = alike.filled(record, alike.recorded(again, cut))
+        on_parts = replace(alike.filled(record, alike.recorded(again, cut)), num_tensor_ranks=ranks.size)
     cut.names = {name: cut.parameter(name) for name in cut.names}  # which does not keep the parameters themselves
     num_parameters = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
     for name in num_parameters:
@@ -191,7 +191,7 @@ def _with_logits_of_a_rank(record: StepRecord, head: str, size: int) -> StepReco
     if logits.spec is None or not is_deferred or not any("log_softmax" in work.name for work in record.tail.work):
         return record
     least = logits.spec.num_bytes // 2  # a causal model leaves out a row of each sample
-    saved = {key: number // size if number >= least else number for key, number in memory.saved.items()}
+    saved = {key: -(-number // size) if number >= least else number for key, number in memory.saved.items()}
     return replace(record, tail=replace(record.tail, memory=replace(memory, saved=saved)))
 
 
