@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from planned import NUM_LAYERS, planned
 
 from lightning_pp.cli.problems import UserError
+from lightning_pp.recipes.byte_gpt import ByteGPT
 from lightning_pp.schedule import StageCosts
 
 # replicas of one stage, and links whose latency alone counts
@@ -57,6 +59,13 @@ def test_products_that_are_cut_take_half_as_long() -> None:
     )
     assert "neighbouring global ranks share the matrices of a stage (0 to 1, 2 to 3, ...)" in text
     assert "of the parameters whole on all 2 ranks: position.weight" in text
+
+
+def test_optimizers_that_need_whole_matrices_are_refused_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ByteGPT, "configure_optimizers", lambda self: torch.optim.Adafactor(self.parameters()))
+    with pytest.raises(UserError, match=r"Adafactor may compute an update from a whole matrix.*embedding\.weight and"):
+        planned(*TENSOR)
+    planned(*TWO, *SPEED, "strategy.data_parallel_size=2")
 
 
 def test_units_that_run_alone_are_refused() -> None:
