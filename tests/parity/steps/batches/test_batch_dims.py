@@ -160,6 +160,7 @@ def failure(pool: WorkerPool, sizes: tuple[int, ...], **options: Any) -> str:
     return "\n".join(pool.run(error_of, sizes, options, world_size=2, timeout=60))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [4, 3])
 def test_without_the_option_the_error_names_it_and_what_it_says_trains(pool: WorkerPool, size: int) -> None:
     told = failure(pool, (size,))
