@@ -109,7 +109,7 @@ BUDGETS = {
     ("checkpoint",): 3_790,
     ("sharding",): 3_590,
     ("distributed",): 2_435,
-    ("tensor",): 2_711,
+    ("tensor",): 3_021,
     ("verification",): 750,
 }
 

@@ -163,7 +163,7 @@ def cut_on_parts(
     group.tell = watch.note
     like = _alike(record, units, fake_parameters.names)
     with found.running_on_parts(), _standing_in(units, record, like):
-        on_parts = _for_all_calls(record, again(watch.watching, cut), like)
+        on_parts = _for_all_calls(record, again(watch.watching, cut), like, ranks.size)
     cut.names = {name: cut.parameter(name) for name in cut.names}  # which does not keep the parameters themselves
     num_parameters = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
     for name in own:
@@ -284,7 +284,7 @@ def _standing_in(units: Mapping[str, nn.Module], record: StepRecord, like: Seque
                 attributes["forward"] = forward
 
 
-def _for_all_calls(record: StepRecord, on_parts: StepRecord, like: Sequence[int]) -> StepRecord:
+def _for_all_calls(record: StepRecord, on_parts: StepRecord, like: Sequence[int], num_ranks: int) -> StepRecord:
     """``record`` with what each call costs and keeps on parts, by the call that it is like."""
     if [call.unit for call in on_parts.calls] != [call.unit for call in record.calls]:
         raise SplitError("The step calls other units with parts of matrices than with whole ones.")
@@ -317,7 +317,7 @@ def _for_all_calls(record: StepRecord, on_parts: StepRecord, like: Sequence[int]
                 memory=HeldMemory(saved, queued, held.queued_gradients_bytes, by_policy),
             )
         )
-    return replace(record, calls=calls)
+    return replace(record, calls=calls, num_tensor_ranks=num_ranks)
 
 
 def _without_data(leaf: Any) -> Any:

@@ -180,7 +180,7 @@ class PipelineExecutor:
         sent_bytes: Counter[int] = Counter()
         for stop in route.stops:
             stage, microbatch = stop.action.stage, stop.action.microbatch
-            sent_bytes[stage] += sum(m.spec.num_bytes for m in stop.departures if m.receiver != self._rank)
+            sent_bytes[stage] += sum(map(self._transport.sent_bytes, stop.departures))
             if microbatch is None:
                 entries.append(stop)
                 continue
@@ -293,7 +293,7 @@ class _Step:
         kept, output = entry.runner.forward(
             plan,
             partial(inputs.run_step, microbatch, entry.stage),
-            partial(self._receive, entry.stop) if entry.stop.arrivals else _nothing,
+            partial(self._receive, entry.stop) if entry.stop.arrivals else tuple,
             self._randomness(plan, microbatch),
             with_gradients=inputs.loss_of is not None,
             splits_backward=entry.splits_backward,
@@ -362,13 +362,10 @@ class _Step:
         """What the action receives, waited for now."""
         label = self._inputs.label
         self.timer.start_waiting()
-        if label is None:
+        with nullcontext() if label is None else label(f"wait for {label_of(stop.action)}"):
             received = self._transport.receive(stop)
-        else:
-            with label(f"wait for {label_of(stop.action)}"):
-                received = self._transport.receive(stop)
         self.timer.stop_waiting()
-        return received
+        return self._transport.joined(stop, received)
 
     def _randomness(self, plan: StepPlan, number: int) -> StepRandomness:
         """What the plan's inter-unit code draws from, in the microbatch of that number."""
@@ -390,10 +387,6 @@ def failed_action(error: BaseException) -> str:
 
 def _action_of(entry: _Entry | Stop) -> Action:
     return entry.action if isinstance(entry, Stop) else entry.stop.action
-
-
-def _nothing() -> Iterable[tuple[Value, Tensor]]:
-    return ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_pp.tensor.cuts import CutError
+from lightning_pp.tensor.functions import RecordedGroup
+
 if TYPE_CHECKING:
     from lightning_pp.tensor.region import Region
 
@@ -21,6 +24,8 @@ def drawn_by_rank(region: Region, device: torch.device) -> Iterator[None]:
     Afterwards it goes on from that draw. So a recomputation that restores the generator draws the same again, and code
     after the region draws the same on every rank.
     """
+    if isinstance(region.group, RecordedGroup):
+        raise CutError("draws random numbers for a part, which compiled code cannot", frozenset())
     if device.type == "meta" or not region.draws:
         yield
         return

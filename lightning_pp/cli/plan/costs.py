@@ -18,7 +18,7 @@ from lightning_pp.planning.hardware.devices import (
     bandwidth_of_named,
     flops_per_byte,
 )
-from lightning_pp.planning.hardware.links import Links, Message, transfer_times
+from lightning_pp.planning.hardware.links import Links, transfer_times
 from lightning_pp.planning.model_cutter import Cut
 from lightning_pp.planning.plan_summary import CrossingSummary
 from lightning_pp.planning.schedules.given_costs import given_costs
@@ -250,8 +250,7 @@ class Costs:
 
     def _with_messages(self, costs: StageCosts, split: SplitModel, crossings: Sequence[CrossingSummary]) -> StageCosts:
         """``costs`` with what goes between stages, and in F and I what units wait for among tensor ranks."""
-        messages = [Message(one.source, one.target, one.forward_bytes, one.gradient_bytes) for one in crossings]
-        p2p, p2p_back = transfer_times(messages, split.placement, self._speed.links)
+        p2p, p2p_back = transfer_times(crossings, split.placement, self._speed.links)
         costs, on_parts = replace(costs, p2p=p2p, p2p_back=p2p_back), split.on_parts
         if on_parts is None:
             return costs
@@ -261,6 +260,9 @@ class Costs:
             in_forward, in_backward = on_parts.traffic_of(unit)
             forward[stage] += link.ms(in_forward.num_bytes, in_forward.number)
             backward_input[stage] += link.ms(in_backward.num_bytes, in_backward.number)
+        for one in crossings:
+            forward[one.target] += link.ms(one.joined_bytes)
+            backward_input[one.source] += link.ms(one.joined_bytes) if one.gradient_bytes else 0.0
         return replace(costs, forward=forward, backward_input=backward_input)
 
     def _units(self, cut: Cut) -> Mapping[str, UnitCost]:

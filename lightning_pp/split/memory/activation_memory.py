@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lightning_pp.schedule import Placement
 from lightning_pp.split.record.plan import StepPlan
-from lightning_pp.split.record.step_record import HeldMemory, StepRecord, UnitCall
+from lightning_pp.split.record.step_record import StepRecord, UnitCall
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,9 @@ class Activations:
         queued: dict[int, int] = {}
         gradients = recomputed = 0
         regions: set[int | None] = set()
-        for memory in _code_between_units(plan, stage):
+        between_units = [record.calls[index].reads.memory for index in sorted(plan.stages[stage].owned_calls)]
+        between_units += [record.tail.memory] if stage == len(plan.stages) - 1 else []
+        for memory in between_units + [record.operations[number].memory for number in plan.operations_of(stage)]:
             saved.update(memory.saved)
             queued.update(memory.queued)
             gradients += memory.queued_gradients_bytes
@@ -51,15 +53,6 @@ class Activations:
                 saved[memory_of_value] = edge.spec.num_bytes
         after_input = sum(queued.values()) + gradients
         return cls(sum(saved.values()), after_input, recomputed)
-
-
-def _code_between_units(plan: StepPlan, stage: int) -> Iterator[HeldMemory]:
-    for index in sorted(plan.stages[stage].owned_calls):
-        yield plan.record.calls[index].reads.memory
-    if stage == len(plan.stages) - 1:
-        yield plan.record.tail.memory
-    for number in plan.operations_of(stage):
-        yield plan.record.operations[number].memory
 
 
 def _kept_of(call: UnitCall, checkpointed: Collection[str], regions: set[int | None]) -> dict[int, int]:
@@ -100,14 +93,14 @@ def sent_bytes(plan: StepPlan, placement: Placement, stage: int) -> int:
     """A microbatch's values that ``stage`` sends to other ranks. It keeps them until their gradients come back."""
     ranks = placement.rank_of_stage
     sends = (edge for edge in plan.stages[stage].sends if ranks[edge.source] != ranks[edge.target])
-    return sum(edge.spec.num_bytes for edge in sends if edge.has_gradient)
+    return sum(edge.spec.sent_bytes(plan.record.num_tensor_ranks) for edge in sends if edge.has_gradient)
 
 
 def message_bytes(plan: StepPlan, placement: Placement, stages: Sequence[int]) -> int:
     """Bytes of two microbatches' messages between ``stages`` of one rank and other ranks, values and gradients."""
     rank_of_stage = placement.rank_of_stage
     return 2 * sum(
-        edge.spec.num_bytes * (2 if edge.has_gradient else 1)
+        edge.spec.sent_bytes(plan.record.num_tensor_ranks) * (2 if edge.has_gradient else 1)
         for edge in plan.edges
         if rank_of_stage[edge.source] != rank_of_stage[edge.target] and (edge.source in stages or edge.target in stages)
     )

@@ -267,8 +267,9 @@ def test_one_rank_by_itself_holds_one_microbatch_at_a_time() -> None:
 
 
 def test_a_head_in_parts_goes_with_blocks_that_run_again() -> None:
-    # compiled units leave tensor ranks out
-    search, _ = searched(*SMALL, "strategy.split_head=2", "schedules=[1f1b]", "strategy.compile=true")
+    # nodes of one device leave tensor ranks out
+    nodes = "trainer.devices=1", "trainer.num_nodes=2"
+    search, _ = searched(*SMALL, *nodes, "strategy.split_head=2", "schedules=[1f1b]")
     assert not search.result.impossible
     cuts = [found.planned.cut.split for found in search.result.best if found.layout.num_ranks == 2]
     assert cuts and all(sum("[" in unit for unit in cut.partition.unit_costs) == 2 for cut in cuts)

@@ -60,3 +60,23 @@ def test_products_that_are_cut_take_half_as_long() -> None:
 def test_units_that_run_alone_are_refused() -> None:
     with pytest.raises(UserError, match="tensor_parallel_size=2 cuts matrices of units, but units that run alone"):
         planned(*TENSOR, "measure=true")
+
+
+def test_a_part_of_a_message_crosses_and_the_gather_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ["trainer.devices=4", "strategy.pipeline_parallel_size=2", "strategy.schedule=1f1b", "schedules=[1f1b]"]
+    run += [*SPEED, "strategy.tensor_parallel_size=2", "node_link_latency_us=3000", "link_latency_us=0"]
+    least = "lightning_pp.split.record.step_record.LEAST_BYTES_IN_PARTS"
+    found = []
+    for number in (0, 1 << 40):
+        monkeypatch.setattr(least, number)
+        plan, _ = planned(*run)
+        (crossing,) = plan.shown.cut.summary.crossings
+        found.append((plan.shown.cut.costs.per_stage(2), crossing, [rank.buffers for rank in plan.shown.memory]))
+    (parts, in_parts, memory), (whole, at_once, memory_of_whole) = found
+    assert in_parts.forward_bytes == in_parts.gradient_bytes == in_parts.joined_bytes == at_once.forward_bytes / 2 > 0
+    assert at_once.joined_bytes == 0
+    more = [(a - b) for a, b in zip(parts.forward, whole.forward, strict=True)]
+    assert more == pytest.approx([0.0, 3.0], abs=1e-3)
+    more = [(a - b) for a, b in zip(parts.backward_input, whole.backward_input, strict=True)]
+    assert more == pytest.approx([3.0, 0.0], abs=1e-3)
+    assert all(0 < a < b for a, b in zip(memory, memory_of_whole, strict=True))
