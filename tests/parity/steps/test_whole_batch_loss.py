@@ -64,7 +64,7 @@ def check(
     assert found_weights == expected["weights"].keys()
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("loss", "layout"), COVERING, ids=str)
 def test_like_one_device(pool: WorkerPool, loss: str, layout: Layout) -> None:
     check(pool, loss, layout)

@@ -151,6 +151,7 @@ def synced_logging(layout: Layout | None) -> Any:
     return notes.taken
 
 
+@pytest.mark.nightly
 def test_synced_logs_are_those_of_the_whole_batch(pool: WorkerPool) -> None:
     check_on_every_rank(pool, synced_logging, TWO_BY_TWO)
 

@@ -125,6 +125,7 @@ def train(kind: type[Decoder], layout: Layout | None, sizes: tuple[int, ...], **
     return module.losses, module.seen, logged, predicted, weights
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("kind", "layout", "sizes", "options"),
     [
