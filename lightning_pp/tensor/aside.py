@@ -39,8 +39,9 @@ def aside(collective: Collective) -> Collective:
 
     Not with deterministic algorithms: how many run beside it is measured, and sums of microbatches change their order.
     """
-    is_alone = BESIDE.run is None or torch.are_deterministic_algorithms_enabled()
-    return collective if is_alone else partial(_run_aside, collective, BESIDE.run)
+    if BESIDE.run is None or torch.are_deterministic_algorithms_enabled():
+        return collective
+    return partial(_run_aside, collective, BESIDE.run)
 
 
 def _run_aside(collective: Collective, run: Callable[[float], None], *tensors: Any, group: dist.ProcessGroup) -> None:
