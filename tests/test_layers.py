@@ -109,7 +109,7 @@ BUDGETS = {
     ("checkpoint",): 3_790,
     ("sharding",): 3_590,
     ("distributed",): 2_435,
-    ("tensor",): 3_021,
+    ("tensor",): 3_096,
     ("verification",): 750,
 }
 

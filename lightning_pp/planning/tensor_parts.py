@@ -82,12 +82,12 @@ class OnParts:
     record: StepRecord
     num_parameters: Mapping[str, int]
     about: str
-    _traffic: Mapping[str, tuple[Traffic, Traffic, Traffic]]
+    _traffic: Mapping[str, tuple[Traffic, Traffic, Traffic, Traffic]]
 
-    def traffic_of(self, unit: str) -> tuple[Traffic, Traffic]:
-        """Of a unit in F and in I, of one microbatch."""
-        forward, backward, again = self._traffic.get(unit, (Traffic(), Traffic(), Traffic()))
-        return forward, backward.plus(again) if unit in self.record.recomputed_units else backward
+    def traffic_of(self, unit: str) -> tuple[Traffic, Traffic, Traffic]:
+        """Of a unit in F, in I beside weight gradients, and in I where it runs again, of one microbatch."""
+        forward, backward, inside, again = self._traffic.get(unit, (Traffic(),) * 4)
+        return forward, backward, inside.plus(again) if unit in self.record.recomputed_units else inside
 
 
 def head_and_tied(
@@ -200,28 +200,28 @@ class _TrafficWatch:
 
     def by_unit(
         self, record: StepRecord, like: Sequence[int], head: str | None
-    ) -> dict[str, tuple[Traffic, Traffic, Traffic]]:
-        """In F, in I, and once more in I of what runs again there up to the last tensor that autograd keeps.
+    ) -> dict[str, tuple[Traffic, Traffic, Traffic, Traffic]]:
+        """In F, in I, again in I by the unit itself, and again if the unit runs there up to the last tensor it keeps.
 
         The columns of ``head`` are gathered in a dry run; a cross entropy of parts of logits needs a few numbers only.
         """
-        found: dict[str, tuple[Traffic, Traffic, Traffic]] = {}
+        found: dict[str, tuple[Traffic, Traffic, Traffic, Traffic]] = {}
         last_of_region = {call.region: call.index for call in record.calls}
         by_call: dict[int, list[tuple[int, float, float]]] = {}
         for index, before, forward, backward in self._noted:
             by_call.setdefault(index, []).append((before, forward, backward))
         for call, ran in zip(record.calls, like, strict=True):
-            first, second, third = found.get(call.unit, (Traffic(), Traffic(), Traffic()))
+            first, second, inside, third = found.get(call.unit, (Traffic(),) * 4)
             for before, forward, backward in by_call.get(ran, ()):
                 sent = Traffic(int(forward > 0), forward) if call.unit != head else Traffic()
                 first, second = first.plus(sent), second.plus(Traffic(int(backward > 0), backward))
                 is_needed = before < call.flops_run_again
                 by_module = call.region is not None and (is_needed or last_of_region[call.region] != call.index)
                 if by_module or (call.num_regions_inside and before < call.flops):
-                    second = second.plus(sent)
+                    inside = inside.plus(sent)
                 elif is_needed:
                     third = third.plus(sent)
-            found[call.unit] = first, second, third
+            found[call.unit] = first, second, inside, third
         return found
 
 

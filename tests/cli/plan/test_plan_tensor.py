@@ -25,11 +25,13 @@ def costs(*overrides: str) -> tuple[float, float, float]:
 def test_blocks_wait_for_two_sums_in_forward_and_in_backward(checkpointing: bool) -> None:
     run = [*TENSOR, f"strategy.activation_checkpointing={str(checkpointing).lower()}"]
     at_once = costs(*run, "node_link_latency_us=0")
-    late = costs(*run, "node_link_latency_us=3000")
+    late = costs(*run, "node_link_latency_us=1000")
     # what runs again ends before the second sum of a block; one more of the embedding, and of the head's input
-    waits = (2 * NUM_LAYERS + 1, (3 if checkpointing else 2) * NUM_LAYERS + 1, 0)
-    expected = [number * 3.0 for number in waits]
-    assert [b - a for a, b in zip(at_once, late, strict=True)] == pytest.approx(expected, abs=1e-3)
+    sums = 2 * NUM_LAYERS + 1
+    waits = (sums, sums + (NUM_LAYERS if checkpointing else 0), -sums)  # weight gradients run beside the sums in I
+    assert [b - a for a, b in zip(at_once, late, strict=True)] == pytest.approx(waits, abs=1e-3)
+    later = costs(*run, "node_link_latency_us=3e9")
+    assert later[2] == 0.0 and later[1] == pytest.approx(at_once[1] + waits[1] * 3e6)
 
 
 def test_groups_within_a_node_use_its_links() -> None:
