@@ -95,7 +95,7 @@ class PipelineExecutor:
         transport: Moves tensors between stages.
         device: Where this rank computes.
         recomputation: Which units are run again in backward.
-        has_tensor_ranks: Whether units are cut. Then weight gradients wait in a B too, to run beside communication.
+        has_tensor_ranks: Whether units communicate in backward so that weight gradients can run beside it, in a B too.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class PipelineExecutor:
         recomputation: Recomputation | None = None,
         has_tensor_ranks: bool = False,
     ) -> None:
-        self._waiting_kinds = {ActionKind.I, ActionKind.B} if has_tensor_ranks else {ActionKind.I}
-        self._rank = rank
-        self._units = dict(units)
+        can_wait = has_tensor_ranks and not torch.are_deterministic_algorithms_enabled()
+        self._waiting_kinds = {ActionKind.I, ActionKind.B} if can_wait else {ActionKind.I}
+        self._rank, self._units = rank, dict(units)
         self._calls = UnitCalls(self._units)
         self._transport = transport
         self._device = device

@@ -102,8 +102,7 @@ class PipelineEngine:
         self.last_collectives: CollectiveTimes | None = None
         self.is_timed = False
         self.label: Callable[[str], AbstractContextManager[Any]] | None = None  # around actions, for a profiler
-        self.last_num_samples = 0
-        self.last_model_flops = 0.0
+        self.last_num_samples, self.last_model_flops = 0, 0.0
         self.metrics = PipelineMetrics(self.module, self.groups)
         fake_parameters = self.split.fake_parameters
         fake_parameters.release(self.split.owned_by(self.rank))
@@ -140,8 +139,9 @@ class PipelineEngine:
         return self._connection.groups
 
     def _new_executor(self) -> PipelineExecutor:
-        transport, split, tensor = self._connection.new_transport(), self.split, self.split.tensor
-        return PipelineExecutor(self.rank, split.units, transport, self.device, split.recomputation, tensor is not None)
+        transport, split = self._connection.new_transport(), self.split
+        waits = split.tensor is not None and self._compiled_units is None
+        return PipelineExecutor(self.rank, split.units, transport, self.device, split.recomputation, waits)
 
     def random_state(self) -> dict[str, int]:
         """What the random numbers of the next training batch depend on."""
