@@ -120,7 +120,7 @@ def test_the_best_plans_are_those_of_all_planned_alone(limit_gib: float | None, 
         assert found.planned.peak_bytes <= limit
 
 
-@pytest.mark.parametrize("limit_gib", ["null", "0.0016"])
+@pytest.mark.parametrize("limit_gib", ["null", pytest.param("0.0016", marks=pytest.mark.nightly)])
 def test_what_is_left_out_on_64_devices_is_none_of_the_best(limit_gib: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = [
         "trainer.devices=64",
