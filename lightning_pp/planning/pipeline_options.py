@@ -157,7 +157,8 @@ class PipelineOptions:
 
     def tensor_ranks(self, size: int) -> TensorRanks:
         """How so many ranks share matrices."""
-        return TensorRanks(size, self.tensor_parallel_plan, self.sequence_parallel)
+        is_deferred = not self.schedule.whole_batch_loss
+        return TensorRanks(size, self.tensor_parallel_plan, self.sequence_parallel, is_deferred)
 
     def layout_request(
         self, num_ranks: int, num_microbatches: int, device_type: str, flops_per_byte: float = 0.0

@@ -81,7 +81,7 @@ class PipelineExecutor:
                one ordinary backward; linear-like operations queue their weight gradients
                send the gradients of what was received
             W: empty the queue into the parameters' gradients
-            B: I and W in one, nothing queued but by modules that keep their weight gradients back
+            B: I and W in one; queued is only what modules keep back, or what runs beside tensor ranks' communication
             UNSHARD, RESHARD, REDUCE: handed to who shards the stages; collectives run beside the rest
         wait until the values that were sent have left; gradients may take until the next step
 
@@ -95,6 +95,7 @@ class PipelineExecutor:
         transport: Moves tensors between stages.
         device: Where this rank computes.
         recomputation: Which units are run again in backward.
+        has_tensor_ranks: Whether units are cut. Then weight gradients wait in a B too, to run beside communication.
     """
 
     def __init__(
@@ -104,7 +105,9 @@ class PipelineExecutor:
         transport: Transport,
         device: torch.device,
         recomputation: Recomputation | None = None,
+        has_tensor_ranks: bool = False,
     ) -> None:
+        self._waiting_kinds = {ActionKind.I, ActionKind.B} if has_tensor_ranks else {ActionKind.I}
         self._rank = rank
         self._units = dict(units)
         self._calls = UnitCalls(self._units)
@@ -171,10 +174,9 @@ class PipelineExecutor:
 
     def _lay_out(self, schedule: Schedule, plans: Sequence[StepPlan]) -> _Program:
         route = plan_route(schedule, plans, self._rank, occupies_device=not self._transport.matches_by_tag)
-        # microbatches whose backward is I and W; the others pay nothing for a split
-        split = {
-            (stop.action.stage, stop.action.microbatch) for stop in route.stops if stop.action.kind is ActionKind.I
-        }
+        # microbatches whose weight gradients wait; the others pay nothing for it
+        backwards = (stop.action for stop in route.stops if stop.action.kind in self._waiting_kinds)
+        split = {(action.stage, action.microbatch) for action in backwards}
         last_stage = schedule.placement.num_stages - 1
         entries: list[_Entry | Stop] = []
         sent_bytes: Counter[int] = Counter()
@@ -184,17 +186,8 @@ class PipelineExecutor:
             if microbatch is None:
                 entries.append(stop)
                 continue
-            entries.append(
-                _Entry(
-                    stop,
-                    stop.action.kind,
-                    stage,
-                    microbatch,
-                    self._runner(stage),
-                    (stage, microbatch) in split,
-                    stage == last_stage,
-                )
-            )
+            runner, waits = self._runner(stage), (stage, microbatch) in split
+            entries.append(_Entry(stop, stop.action.kind, stage, microbatch, runner, waits, stage == last_stage))
         # the objects are kept with what came of them, so that their ids stay theirs
         return _Program((schedule, *plans), route, entries, bool(split), sent_bytes)
 
@@ -318,19 +311,20 @@ class _Step:
         inputs, microbatch = self._inputs, entry.microbatch
         is_full = entry.kind is ActionKind.B
         kept = self._in_flight[entry.stage, microbatch]
+        kept.queue.is_for_w = not is_full
         gradients = entry.runner.backward(
             inputs.plans[microbatch],
             kept,
             self._arriving_gradients(entry),  # unnamed here, so that it is let go with the backward
             inputs.loss_weights[microbatch],
-            split=not is_full,
+            split=entry.splits_backward,
         )
         if entry.stop.departures:
             self._transport.send(entry.stop, gradients)
         kept.end_backward()
         if is_full:
             del self._in_flight[entry.stage, microbatch]
-            if kept.queue:  # of modules that keep their weight gradients back
+            if kept.queue:
                 kept.run_weight_gradients()
 
     def weight_gradients(self, entry: _Entry) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pp.split._torch_private import FakeTensor
+from lightning_pp.tensor.aside import Collective, aside
 from lightning_pp.tensor.parts import TensorPart, joined, part_of, pieces_of
 
 
@@ -66,35 +67,42 @@ GROUPS: dict[str, dist.ProcessGroup] = {}
 """Groups by name, for compiled code."""
 
 
+Run = Callable[[Collective], Collective]  # gives the way in which a collective is run
+
+
+def _alone(collective: Collective) -> Collective:
+    return collective
+
+
 def _has_no_data(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
-def _sum(partial: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _sum(partial: Tensor, dim: int, segments: Sequence[int], group: Any, run: Run = _alone) -> Tensor:
     if _has_no_data(partial):
         return partial
     total = partial.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    run(dist.all_reduce)(total, group=group)
     return total
 
 
-def _join(part: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _join(part: Tensor, dim: int, segments: Sequence[int], group: Any, run: Run = _alone) -> Tensor:
     if _has_no_data(part):
         return part.new_empty([*part.shape[:dim], sum(segments), *part.shape[dim + 1 :]])
-    return joined(part, dim, segments, group)
+    return joined(part, dim, segments, group, run(dist.all_gather))
 
 
-def _take(whole: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _take(whole: Tensor, dim: int, segments: Sequence[int], group: Any, run: Run = _alone) -> Tensor:
     return part_of(whole, TensorPart(dim, whole.shape, pieces_of(segments, group.rank(), group.size())))
 
 
-def _scatter(partial: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _scatter(partial: Tensor, dim: int, segments: Sequence[int], group: Any, run: Run = _alone) -> Tensor:
     """This rank's part of the sum, in one run of ``dim``."""
     parts = partial.chunk(group.size(), dim)
     if _has_no_data(partial):
         return parts[0].clone()
     mine = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-    dist.reduce_scatter(mine, [each.contiguous() for each in parts], group=group)
+    run(dist.reduce_scatter)(mine, [each.contiguous() for each in parts], group=group)
     return mine
 
 
@@ -115,13 +123,13 @@ def _shape_of_move(tensor: Tensor, how: str, dim: int, segments: Sequence[int], 
     return tensor.new_empty(_MOVES[how](tensor, dim, segments, GROUPS[group]).shape)
 
 
-def _move(tensor: Tensor, how: str, dim: int, segments: Sequence[int], group: Any) -> Tensor:
+def _move(tensor: Tensor, how: str, dim: int, segments: Sequence[int], group: Any, run: Run = _alone) -> Tensor:
     if how == "keep":
         return tensor.view_as(tensor)
     if torch.compiler.is_compiling():
         moved: Tensor = _move_compiled(tensor, how, dim, segments, group)
         return moved
-    return _MOVES[how](tensor, dim, segments, GROUPS[group] if isinstance(group, str) else group)
+    return _MOVES[how](tensor, dim, segments, GROUPS[group] if isinstance(group, str) else group, run)
 
 
 class Moved(torch.autograd.Function):
@@ -139,7 +147,7 @@ class Moved(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Moves the gradient."""
         (grad,) = grad_outputs
-        return _move(grad, ctx.back, ctx.dim, ctx.segments, ctx.group), None, None, None, None, None
+        return _move(grad, ctx.back, ctx.dim, ctx.segments, ctx.group, aside), None, None, None, None, None
 
 
 # how often the bytes of the whole tensor go round

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,7 @@ def whole_of(local: Tensor, part: TensorPart, group: dist.ProcessGroup) -> Tenso
     return joined(local, part.dim, several if len(several) > 1 else [part.shape[part.dim]], group)
 
 
-def joined(local: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def joined(local: Tensor, dim: int, segments: Sequence[int], group: Any, gather: Any = dist.all_gather) -> Tensor:
     """All ranks' parts joined to a tensor whose dimension ``dim`` has ``segments``, each of which is cut."""
     size = group.size()
     lengths = [[stop - start for start, stop in pieces_of(segments, rank, size)] for rank in range(size)]
@@ -65,6 +66,6 @@ def joined(local: Tensor, dim: int, segments: Sequence[int], group: dist.Process
     if lacks:  # collectives are of equal sizes
         local = torch.cat([local, torch.zeros_like(local.narrow(dim, 0, lacks))], dim)
     parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(size)]
-    dist.all_gather(parts, local.contiguous(), group=group)
+    gather(parts, local.contiguous(), group=group)
     by_rank = [torch.split(each.narrow(dim, 0, sum(own)), own, dim) for each, own in zip(parts, lengths, strict=True)]
     return torch.cat([runs[i] for i in range(len(segments)) for runs in by_rank], dim)

@@ -31,16 +31,7 @@ def drawn_by_rank(region: Region, device: torch.device) -> Iterator[None]:
         return
     drawn = int(torch.empty((), dtype=torch.int64).random_().item())  # on the CPU: nothing waits for the device
     seed = (drawn + region.rank * _STEP) % 2**63
-    module = torch if device.type == "cpu" else torch.get_device_module(device)
-    before = torch.get_rng_state() if device.type == "cpu" else module.get_rng_state(device)
-    try:
-        if device.type == "cpu":
-            torch.default_generator.manual_seed(seed)
-        else:
-            module.default_generators[device.index].manual_seed(seed)
+    of_device = () if device.type == "cpu" else torch.get_device_module(device).default_generators
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        (of_device[device.index] if of_device else torch.default_generator).manual_seed(seed)
         yield
-    finally:
-        if device.type == "cpu":
-            torch.set_rng_state(before)
-        else:
-            module.set_rng_state(before, device)

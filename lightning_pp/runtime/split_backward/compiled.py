@@ -72,10 +72,9 @@ class _TappedGraph:
         device = weights[0].device
 
         def zero_of(dtype: torch.dtype) -> Tensor:
-            zero = self._zeros.get(dtype)
-            if zero is None:
-                zero = self._zeros[dtype] = torch.zeros((), dtype=dtype, device=device)
-            return zero
+            if dtype not in self._zeros:
+                self._zeros[dtype] = torch.zeros((), dtype=dtype, device=device)
+            return self._zeros[dtype]
 
         dummies = make_dummies(zero_of, self._shapes(args), *weights)
         return self._compiled(*args, *dummies)
@@ -105,10 +104,9 @@ class _TappedGraph:
         key: tuple[Any, ...] = ()
         if any(isinstance(arg, int) for arg in args):
             key = tuple(arg.shape if isinstance(arg, Tensor) else arg for arg in args)
-        found = self._known.get(key)
-        if found is None:
+        if key not in self._known:
             if len(self._known) >= _MOST_SHAPES:
                 self._known.clear()
             values = values_of(self._module, args)
-            found = self._known[key] = [product.shapes(values) for product in self._products]
-        return found
+            self._known[key] = [product.shapes(values) for product in self._products]
+        return self._known[key]

@@ -149,7 +149,9 @@ class Transport:
         if id(route) not in self._lanes_of:
             if len(self._lanes_of) >= _MOST_ROUTES:
                 self._lanes_of.clear()
-            messages = self._messages_of(route)
+            departures = (message for stop in route.stops for message in stop.departures)
+            arrivals = (message for messages in route.incoming.values() for message in messages)
+            messages = [message for message in (*departures, *arrivals) if message.sender != message.receiver]
             if not self._matches_by_tag:
                 self._open_new({(message.sender, message.receiver) for message in messages})
             self._lanes_of[id(route)] = (route, {message.tag: self._lay_out(message) for message in messages})
@@ -159,7 +161,12 @@ class Transport:
     def post(self, stop: Stop) -> None:
         """Posts the receives that are due before the action begins."""
         for message in stop.posts:
-            self._post(message)
+            lane, work = self._lanes[message.tag], None
+            # like another tensor torch makes one in half the time that it takes for a shape, a dtype and a device
+            tensor = torch.empty_like(lane.alike, memory_format=torch.contiguous_format)
+            if not lane.is_empty:
+                work = lane.group.recv([lane.on_wire(tensor)], lane.peer, self._first_tag + lane.tag)
+            self._posted[message.tag] = (work, tensor)
 
     def receive(self, stop: Stop) -> list[tuple[Value, Tensor]]:
         """Waits for everything that the action needs, once :meth:`post` has been called for it."""
@@ -241,23 +248,14 @@ class Transport:
         self._posted.clear()
         self._handed_over.clear()
 
-    def _messages_of(self, route: Route) -> list[Message]:
-        """All that the route sends to and receives from other ranks."""
-        departures = (message for stop in route.stops for message in stop.departures)
-        arrivals = (message for messages in route.incoming.values() for message in messages)
-        return [message for message in (*departures, *arrivals) if message.sender != message.receiver]
-
     def _open_new(self, channels: set[tuple[int, int]]) -> None:
         """Makes each channel that no earlier route has used, and sends a number over it."""
         for channel in opening_order(channels - self._channels.keys()):
-            self._channels[channel] = self._new_channel(channel)
+            source, target = (self._ranks[place] for place in channel)
+            name, place = f"{self._name}/{source}-{target}/", channel.index(self._rank)
+            # on one group for both directions NCCL would run sends and receives one after the other
+            self._channels[channel] = group_of_two(name, place, self._device.type, self._timeout)
             self._open(channel)
-
-    def _new_channel(self, channel: tuple[int, int]) -> Any:
-        """The group of one direction: on one for both NCCL would run sends and receives one after the other."""
-        source, target = (self._ranks[place] for place in channel)
-        name = f"{self._name}/{source}-{target}/"
-        return group_of_two(name, channel.index(self._rank), self._device.type, self._timeout)
 
     def _open(self, channel: tuple[int, int]) -> None:
         number, group = torch.zeros(1, device=self._device), self._channels[channel]
@@ -265,14 +263,6 @@ class Transport:
         work.wait()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _post(self, message: Message) -> None:
-        lane, work = self._lanes[message.tag], None
-        # like another tensor torch makes one in half the time that it takes for a shape, a dtype and a device
-        tensor = torch.empty_like(lane.alike, memory_format=torch.contiguous_format)
-        if not lane.is_empty:
-            work = lane.group.recv([lane.on_wire(tensor)], lane.peer, self._first_tag + lane.tag)
-        self._posted[message.tag] = (work, tensor)
 
     def _lay_out(self, message: Message) -> _Lane:
         spec = message.spec

@@ -172,7 +172,7 @@ def test_held_memory_is_the_estimate(name: str, policy: Any) -> None:
     def pipeline_of(value: Any) -> tuple[OneProcessPipeline, MemoryEstimate]:
         made = OneProcessPipeline(architecture, batch, 3, splits_backward=True, activation_checkpointing=value)
         split = made.split
-        return made, estimate_memory(split.record, split.partition, split.placement, split.parameter_sizes())
+        return made, estimate_memory(split.record, split.partition, split.placement, split.parameter_sizes)
 
     pipeline, estimated = pipeline_of(policy)
     plain, inputs_only = pipeline_of(False)[1], pipeline_of(True)[1]
