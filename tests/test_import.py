@@ -70,6 +70,7 @@ print(type(strategy).__name__, type(trainer.strategy).__name__)"""
     assert run(code).splitlines()[-1] == "PipelineParallelStrategy PipelineParallelStrategy"
 
 
+@pytest.mark.nightly
 def test_the_documented_alias_makes_pytorch_lightning_the_same_package() -> None:
     page = (Path(__file__).parents[1] / "docs" / "start" / "lightning.md").read_text()
     snippet = page.partition("```python\n")[2].partition("```")[0]

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SCRIPT = Path(__file__).parent / "process_state_script.py"
 # what Lightning sets for any strategy whose processes it starts
 OF_LIGHTNING = {"LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "WORLD_SIZE"}
@@ -30,6 +32,7 @@ def states(tmp_path: Path) -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
 
 
+@pytest.mark.nightly
 def test_nothing_is_changed_before_the_first_batch(tmp_path: Path) -> None:
     noted = states(tmp_path)
     assert sorted(noted) == ["0_before", "1_imported", "2_strategy", "3_trainer", "4_set_up"]

@@ -22,7 +22,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_of_a_public_model_no_weight_gradient_is_left_behind_and_no_link_is_slow(pool: WorkerPool, name: str) -> None:
     findings, nothing = pool.run(findings_of, name, world_size=2, timeout=180)

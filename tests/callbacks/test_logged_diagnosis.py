@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import wandb
 import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
@@ -37,6 +38,7 @@ def log_both(folder: str) -> None:
     wandb.finish()
 
 
+@pytest.mark.nightly
 def test_each_logger_has_the_latest_diagnosis_in_its_own_way(pool: WorkerPool, tmp_path: Path) -> None:
     homes = {f"WANDB_{kind}_DIR": str(tmp_path / "home") for kind in ("DATA", "CACHE", "CONFIG")}
     pool.run(log_both, str(tmp_path), world_size=1, environ={**homes, "WANDB_SILENT": "true"})

@@ -110,6 +110,7 @@ def test_multirun_under_another_launcher_runs_every_job(own_text: Path, launcher
     _check_one_wandb_run_each(folder, jobs)
 
 
+@pytest.mark.nightly
 def test_plain_multirun_gives_each_job_a_wandb_run(own_text: Path) -> None:
     folder = own_text / "plain"
     folder.mkdir()

@@ -19,6 +19,7 @@ print("imported:", "wandb" in sys.modules)
 """
 
 
+@pytest.mark.nightly
 def test_a_training_that_logs_to_csv_does_not_import_wandb(tmp_path: Path) -> None:
     overrides = [option for option in TINY_RUN if "logger" not in option and "devices" not in option]
     overrides = [option for option in overrides if not option.startswith(("strategy", "trainer.max_steps"))]

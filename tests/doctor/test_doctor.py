@@ -83,7 +83,7 @@ def shared(folder: Path, num_ranks: int, *arguments: str) -> dict[str, Any]:
 
 
 def test_ranks_that_share_a_device_are_hosts_of_their_own(tmp_path: Path) -> None:
-    only = [word for title in ("environment", "channels", "parity") for word in ("--only", title)]
+    only = [word for title in ("environment", "channels") for word in ("--only", title)]
     data = shared(tmp_path, 2, *only)
     assert data["shares_device"] and data["status"] == "ok"
     (ranks,) = [finding["details"] for finding in data["findings"] if finding["check"] == "environment"]
@@ -256,6 +256,7 @@ def test_what_has_no_time_left_is_told() -> None:
     assert rows[0].finding.advice == "Run it by itself: --only channels."
 
 
+@pytest.mark.nightly
 def test_a_check_that_begins_in_time_has_its_whole_limit() -> None:
     (row,) = examine(Team(2), Options(only=["parity"], is_quick=True, longest_s=1.5))
     assert row.finding.status is Status.OK and row.seconds > 1.5, row.finding.found

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import gc, threading, time
 from lightning_pp.strategy.faults.tracebacks import stack_of_main_thread
@@ -48,6 +50,7 @@ print(len(stacks), gc.isenabled())
 """
 
 
+@pytest.mark.nightly
 def test_it_may_be_read_at_any_time() -> None:
     """With Python 3.11 three of three such runs ended by SIGSEGV when garbage was collected while it was read."""
     found = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)

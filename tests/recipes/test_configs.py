@@ -231,6 +231,7 @@ def train(config_yaml: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.nightly
 def test_a_recipe_in_float8_plans_and_trains_as_a_pipeline(pool: WorkerPool, base: Path) -> None:
     stream = io.StringIO()
     overrides = [*tiny("llama", base), "model.float8=rowwise"]

@@ -295,11 +295,12 @@ def test_samples_of_a_step_can_be_said_for_other_devices_than_configured(capsys:
 
 def test_samples_of_a_step_need_not_divide_the_batch() -> None:
     """Microbatches of three of eight samples take what they take in a batch of six."""
-    search, _ = searched(*SMALL, "data.batch_size=8", "samples_per_step=6")
+    run = [*SMALL, "data.batch_size=8", "schedules=[1f1b]"]
+    search, _ = searched(*run, "samples_per_step=6")
     assert not search.result.impossible
     assert {layout.microbatch_size for layout in search.space.layouts()} >= {1, 3}
     for found in search.result.best:
-        plan = alone(search, search.words(found), *SMALL, "data.batch_size=8")
+        plan = alone(search, search.words(found), *run)
         assert plan.cutter.batch_size == found.layout.batch_size
         assert found.time_in_a_row == plan.time_with_collectives
         assert found.planned.memory == plan.shown.memory

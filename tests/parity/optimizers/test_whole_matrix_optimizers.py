@@ -126,34 +126,48 @@ def test_as_one_device(pool: WorkerPool, layout: Layout, options: dict[str, Any]
     assert_same(found, expected, kinds)
 
 
-def saved(layout: Layout, path: Path, options: dict[str, Any]) -> None:
+def saved(layout: Layout, path: Path, kinds: tuple[str, ...], options: dict[str, Any]) -> None:
     """In a worker: trains one epoch with each optimizer, and saves."""
-    for kind in CHECKPOINTED:
+    for kind in kinds:
         train(layout, kind, 1, path / kind, saves=True, **options)
 
 
-def resumed(layout: Layout | None, path: Path, options: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+def resumed(
+    layout: Layout | None, path: Path, kinds: tuple[str, ...], options: dict[str, Any]
+) -> dict[str, dict[str, Tensor]]:
     """In a worker: trains the second epoch."""
     found = {}
-    for kind in CHECKPOINTED:
+    for kind in kinds:
         weights = whole_weights(train(layout, kind, 2, path / kind, **options))
         found[kind] = {name: value for name, value in weights.items() if value.device.type == "cpu"}
     return found
 
 
-@pytest.mark.parametrize("is_folder", [False, True], ids=["file", "folder"])
-def test_resumed_under_another_layout(pool: WorkerPool, tmp_path: Path, is_folder: bool) -> None:
+# by day each kind once
+@pytest.mark.parametrize(
+    ("is_folder", "kinds"),
+    [
+        pytest.param(False, CHECKPOINTED[1:3], id="file"),
+        pytest.param(True, CHECKPOINTED[::3], id="folder"),
+        pytest.param(False, CHECKPOINTED, id="all, file", marks=pytest.mark.nightly),
+        pytest.param(True, CHECKPOINTED, id="all, folder", marks=pytest.mark.nightly),
+    ],
+)
+def test_resumed_under_another_layout(
+    pool: WorkerPool, tmp_path: Path, is_folder: bool, kinds: tuple[str, ...]
+) -> None:
     first = Layout("zb_h1", 2, replicas=2, num_microbatches=2)
     other = Layout("1f1b", 1, replicas=2, num_microbatches=2) if is_folder else None
     options = {**FULL_SHARD, "save_distributed_checkpoint": is_folder}
-    pool.run(saved, first, tmp_path, options, world_size=4, timeout=200)
-    expected = pool.run(trained, None, CHECKPOINTED, {}, world_size=1, timeout=120)[0]
+    pool.run(saved, first, tmp_path, kinds, options, world_size=4, timeout=200)
+    expected = pool.run(trained, None, kinds, {}, world_size=1, timeout=120)[0]
     found = pool.run(
-        resumed, other, tmp_path, FULL_SHARD if is_folder else {}, world_size=2 if is_folder else 1, timeout=200
+        resumed, other, tmp_path, kinds, FULL_SHARD if is_folder else {}, world_size=2 if is_folder else 1, timeout=200
     )
-    assert_same(found, expected, CHECKPOINTED)
+    assert_same(found, expected, kinds)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "layout", [Layout("1f1b", 2, num_microbatches=2), Layout("1f1b", 1, replicas=2, num_microbatches=2)], ids=str
 )

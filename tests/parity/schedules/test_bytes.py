@@ -10,6 +10,7 @@ NUM_MICROBATCHES, NUM_ROWS = 2, 4
 INSIDE = ("layers.1.mlp", "layers.4", "layers.5.mlp")
 
 
+@pytest.mark.nightly
 def test_residuals_outside_of_units_send_what_those_inside_send(pool: WorkerPool) -> None:
     """Between four stages one activation goes forward over each of three edges, and its gradient comes back."""
     expected = 3 * 2 * NUM_ROWS * LENGTH * WIDTH * 4

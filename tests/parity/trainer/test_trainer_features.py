@@ -123,7 +123,8 @@ def logging_forms(layout: Layout | None, accumulate: int) -> Any:
     return notes.taken
 
 
-@pytest.mark.parametrize(("layout", "accumulate"), [at_night(TWO_STAGES, 1), (THREE_STAGES, 2)], ids=str)
+@pytest.mark.nightly  # by day in tests/strategy/results/test_logs.py
+@pytest.mark.parametrize(("layout", "accumulate"), [(TWO_STAGES, 1), (THREE_STAGES, 2)], ids=str)
 def test_every_form_of_log(pool: WorkerPool, layout: Layout, accumulate: int) -> None:
     expected = check_on_every_rank(pool, logging_forms, layout, accumulate)
     final = dict(expected)["train epoch"]["callback"]

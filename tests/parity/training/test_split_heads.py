@@ -120,6 +120,7 @@ def test_training_with_a_head_in_parts(pool: WorkerPool, case: tuple[Settings, L
     assert difference.weight < 1e-9, difference
 
 
+@pytest.mark.nightly
 def test_mixed_precision_keeps_sums_in_float32(pool: WorkerPool) -> None:
     """Losses are those of one device to the rounding of bfloat16, with a batch's tokens counted alike."""
     settings = Settings("gpt2", precision="bf16-mixed", max_epochs=1)

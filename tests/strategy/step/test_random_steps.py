@@ -13,6 +13,8 @@ from pool import WorkerPool
 from small_models import Blocks
 from torch import Tensor, nn
 
+from lightning_pp import PipelineParallelStrategy
+
 
 class Echo(nn.Linear):
     """Gives its second input on, by way of the stage that it runs on."""
@@ -55,7 +57,8 @@ def train(seeds: list[int]) -> list[tuple[list[float], list[float]]]:
     for seed in seeds:
         found, module = Losses(), Drawing()
         pl.seed_everything(seed, verbose=False)  # the module's constructor seeds as well
-        trainer(callbacks=[found]).fit(module, loader(num_samples=24))
+        strategy = PipelineParallelStrategy(2, num_microbatches=2, check_first_batches=False)
+        trainer(2, strategy, callbacks=[found]).fit(module, loader(num_samples=24))
         runs.append((found.losses, found.differences))
     return runs
 

@@ -403,6 +403,7 @@ def train_by_task(sharding: str) -> list[float]:
     return fitted(ByTask, layout, num_batches=8, batch_size=4, sharding=sharding)[0]
 
 
+@pytest.mark.nightly
 def test_replicas_that_call_other_units_gather_in_one_order(pool: WorkerPool) -> None:
     expected = pool.run(train_by_task, "replicate", world_size=4, timeout=120)
     for sharding in ("shard_grad_op", "full_shard"):
