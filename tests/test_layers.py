@@ -99,13 +99,13 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_850,
-    ("strategy",): 13_085,
-    ("cli", "conf", "doctor"): 9_323,
+    ("split",): 12_857,
+    ("strategy",): 13_089,
+    ("cli", "conf", "doctor"): 9_336,
     ("telemetry", "callbacks"): 4_757,
-    ("schedule",): 4_885,
-    ("planning",): 5_413,
-    ("runtime",): 4_365,
+    ("schedule",): 5_102,
+    ("planning",): 5_507,
+    ("runtime",): 4_603,
     ("checkpoint",): 3_790,
     ("sharding",): 3_590,
     ("distributed",): 2_435,
