@@ -19,6 +19,7 @@ sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.rglob
 import pytest
 import torch
 from pool import WorkerPool
+from pool_worker import freeze
 
 torch.set_num_threads(1)
 
@@ -70,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # all tests and what they have imported stay; collections need not look through them
+    freeze()  # all tests and what they have imported
 
 
 def _leave_to_the_night(items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import io
@@ -83,7 +84,6 @@ def unpack(data: bytes) -> Any:
 
 def worker_main(connection: Connection, stack_file: str) -> None:
     import faulthandler
-    import gc
 
     # as in a user's process; a process of the forkserver would start one of its own, whose children import torch anew
     multiprocessing.set_start_method("fork", force=True)
@@ -94,7 +94,7 @@ def worker_main(connection: Connection, stack_file: str) -> None:
     with open(stack_file, "w") as stacks, contextlib.suppress(EOFError, OSError):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         _import_heavy()
-        gc.freeze()  # what was imported stays; collections need not look through it
+        freeze()
         environ = dict(os.environ)
         folder = os.getcwd()
         while _have_ended(own_threads):
@@ -116,6 +116,15 @@ def worker_main(connection: Connection, stack_file: str) -> None:
             connection.recv_bytes()  # until all ranks have answered nothing may be closed
             _reset(environ, folder)
     os._exit(0)  # skips exit handlers of libraries, which may wait for peers
+
+
+def freeze() -> None:
+    """What was imported by now stays: collections need not look through it.
+
+    To count it takes a tenth of a second, and each training asks whether there is any.
+    """
+    gc.freeze()
+    gc.get_freeze_count = lambda: 1
 
 
 def _have_ended(own_threads: set[threading.Thread]) -> bool:
@@ -207,8 +216,6 @@ def _set_lightning_rank(rank: int) -> None:
 
 def _reset(environ: dict[str, str], folder: str) -> None:
     """Undo what a test function left: every later test meets the worker as if it were new."""
-    import gc
-
     import numpy
     import torch
 
@@ -229,4 +236,4 @@ def _reset(environ: dict[str, str], folder: str) -> None:
     # The cache holds device meshes, equal to later ones in layout, whose process groups are gone.
     importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
     gc.collect()
-    gc.freeze()  # what the run has imported stays as well
+    freeze()  # what the run has imported stays as well

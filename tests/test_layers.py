@@ -99,17 +99,17 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_857,
-    ("strategy",): 13_089,
-    ("cli", "conf", "doctor"): 9_336,
+    ("split",): 12_892,
+    ("strategy",): 13_092,
+    ("cli", "conf", "doctor"): 9_424,
     ("telemetry", "callbacks"): 4_757,
-    ("schedule",): 5_102,
-    ("planning",): 5_507,
-    ("runtime",): 4_603,
+    ("schedule",): 5_109,
+    ("planning",): 5_641,
+    ("runtime",): 4_609,
     ("checkpoint",): 3_790,
     ("sharding",): 3_590,
     ("distributed",): 2_435,
-    ("tensor",): 2_711,
+    ("tensor",): 3_096,
     ("verification",): 750,
 }
 

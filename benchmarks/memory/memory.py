@@ -213,7 +213,7 @@ def ours(rank: int, schedule: str, setting: Setting) -> dict[str, Any]:
         split.record,
         split.partition,
         split.placement,
-        split.parameter_sizes(),
+        split.parameter_sizes,
         StateSizes(optimizer_bytes=optimizer_bytes_per_parameter(torch.optim.AdamW)),
         schedule=last_step[0],
     )

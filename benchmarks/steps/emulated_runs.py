@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import torch
@@ -122,7 +123,7 @@ class DelayedBlock(Block):
 class Model(nn.Module):
     """A chain of blocks with a training step, as a LightningModule has it."""
 
-    def __init__(self, num_blocks: int, block: type[Block]) -> None:
+    def __init__(self, num_blocks: int, block: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*[block(stage) for stage in range(num_blocks)])
 
@@ -158,11 +159,20 @@ class Ours:
     Args:
         schedule: The programs.
         transport: Of all pipelines of this rank.
-        block: What the stages are; a program with W needs :class:`DelayedBlock`.
+        block: Makes the stages; a program with W needs :class:`DelayedBlock`, or weight gradients that wait.
+        rank: Its place in the pipeline; None: as among all processes.
+        has_tensor_ranks: As of the executor.
     """
 
-    def __init__(self, schedule: Schedule, transport: Transport, block: type[Block] = DelayedBlock) -> None:
-        rank, m = dist.get_rank(), schedule.num_microbatches
+    def __init__(
+        self,
+        schedule: Schedule,
+        transport: Transport,
+        block: Callable[[int], nn.Module] = DelayedBlock,
+        rank: int | None = None,
+        has_tensor_ranks: bool = False,
+    ) -> None:
+        rank, m = dist.get_rank() if rank is None else rank, schedule.num_microbatches
         self.num_actions = len(schedule.programs[rank])
         self.num_sleeps = 3 * m * len(schedule.placement.stages_of_rank(rank))
         torch.manual_seed(0)
@@ -184,7 +194,7 @@ class Ours:
         plan = split.plans.plan(
             signature_of(batches[0]), lambda _: module.training_step(batches[0]), with_gradients=True
         )
-        self.executor = PipelineExecutor(rank, split.units, transport, CPU)
+        self.executor = PipelineExecutor(rank, split.units, transport, CPU, has_tensor_ranks=has_tensor_ranks)
         self.schedule = schedule
         self.inputs = StepInputs(
             [plan] * m,

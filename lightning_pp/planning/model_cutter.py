@@ -89,6 +89,7 @@ class ModelCutter:
         batch_size: Samples in the batch; None if they cannot be counted.
         microbatch: The first microbatch, which is what the step is recorded with.
         num_microbatches: How many there are.
+        optimizer: The user's, over the whole module; None where there is none.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class ModelCutter:
         self.batch_size = batch_size_of(step.batch, options.batches.batch_dim)
         self.microbatch = step.microbatches[0]
         self.num_microbatches = len(step.microbatches)
-        self._step = step
+        self._step, self.optimizer = step, step.optimizer
         self._device = device
         self._recordings = list(recordings)
         self._refines = refines
@@ -170,7 +171,7 @@ class ModelCutter:
             self._step.dtypes,
             options=self.options.schedule,
             device_type=self._device.type,
-            optimizer=self._step.optimizer,
+            optimizer=self.optimizer,
         )
 
     def _request(self, recording: RecordedModel | None = None, source: ScheduleSource | None = None) -> LayoutRequest:
@@ -187,15 +188,20 @@ class ModelCutter:
         memory = DeviceMemory(self.options.device_memory_gib, self.memory_model, recording, {})
         return replace(request, memory=memory)
 
-    def recording(self, num_stages: int) -> RecordedModel:
-        """A recording of the step with the units that training would find for so many stages."""
+    def recording(self, num_stages: int, like: RecordedModel | None = None) -> RecordedModel:
+        """A recording of the step with the units that training would find for so many stages.
+
+        Args:
+            num_stages: Of the pipeline.
+            like: One for so many stages of the step on a batch of another size, by which it is made sooner.
+        """
         for made_for, recording in self._recordings:
             # units are refined until there are enough of them, so that what had enough for fewer stages is the same
             if made_for <= num_stages <= len(recording.record.first_calls()) and self._is_head_for(
                 recording, made_for, num_stages
             ):
                 return recording
-        recording = self._record(num_stages)
+        recording = self._record(num_stages, like=like)
         if self.options.activation_checkpointing == AUTO:
             self._recomputed = recomputed_units(recording, self._request)
             recording = with_recomputation(recording, self._recomputed)
@@ -225,7 +231,11 @@ class ModelCutter:
         return self._refined[key]
 
     def _record(
-        self, num_stages: int, refined: Collection[str] = (), split_head: SplitHead | None = None
+        self,
+        num_stages: int,
+        refined: Collection[str] = (),
+        split_head: SplitHead | None = None,
+        like: RecordedModel | None = None,
     ) -> RecordedModel:
         recorded = record_model(
             self.module,
@@ -241,13 +251,14 @@ class ModelCutter:
                 refined={*refined, *self.options.refined_units(self.module)},
                 tensor=self.options.tensor_ranks(self.sizes.tensor),
             ),
+            like=like,
         )
         return _checked(recorded, self.sizes.tensor)
 
-    def on_tensor_ranks(self, recording: RecordedModel) -> RecordedModel:
-        """``recording``, which was made for one tensor rank, for those that there are."""
+    def on_tensor_ranks(self, recording: RecordedModel, like: RecordedModel | None = None) -> RecordedModel:
+        """``recording``, made for one tensor rank, for those that there are; ``like`` as of :meth:`recording`."""
         ranks = self.options.tensor_ranks(self.sizes.tensor)
-        return _checked(on_tensor_ranks(recording, ranks), ranks.size)
+        return _checked(on_tensor_ranks(recording, ranks, like), ranks.size)
 
 
 def _checked(recording: RecordedModel, num_tensor_ranks: int) -> RecordedModel:

@@ -177,7 +177,8 @@ class PipelineOptions:
                 f"activation_offload=True does not work with tensor_parallel_size={size}: the parts that tensor ranks "
                 "hold of activations are not moved. Leave one of the two out."
             )
-        return TensorRanks(size, self.tensor_parallel_plan, self.sequence_parallel)
+        is_deferred = not self.schedule.whole_batch_loss
+        return TensorRanks(size, self.tensor_parallel_plan, self.sequence_parallel, is_deferred)
 
     def layout_request(
         self, num_ranks: int, num_microbatches: int, device_type: str, flops_per_byte: float = 0.0

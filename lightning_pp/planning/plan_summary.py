@@ -49,8 +49,9 @@ class CrossingSummary:
         target_rank: The rank of ``target``; where it is the same, nothing is sent.
         shape: Its shape.
         dtype: Its dtype, as torch writes it after the dot.
-        forward_bytes: Bytes that go forward.
-        gradient_bytes: Bytes that come back; 0 where no gradient does.
+        forward_bytes: Bytes that a rank sends forward.
+        gradient_bytes: Bytes that a rank sends back; 0 where no gradient goes.
+        joined_bytes: Bytes that a rank then gets from the other tensor ranks, each way, where each was sent a part.
     """
 
     value: str
@@ -62,6 +63,7 @@ class CrossingSummary:
     dtype: str
     forward_bytes: int
     gradient_bytes: int
+    joined_bytes: int = 0
 
     @property
     def is_sent(self) -> bool:
@@ -183,6 +185,7 @@ def _summarize_unit(split: SplitModel, name: str) -> UnitSummary:
 
 def _summarize_edge(split: SplitModel, edge: Edge) -> CrossingSummary:
     ranks = split.placement.rank_of_stage
+    sent_bytes = edge.spec.sent_bytes(split.counted.record.num_tensor_ranks)
     return CrossingSummary(
         _name_of(split.record, edge.value),
         edge.source,
@@ -191,8 +194,9 @@ def _summarize_edge(split: SplitModel, edge: Edge) -> CrossingSummary:
         ranks[edge.target],
         edge.spec.shape,
         str(edge.spec.dtype).removeprefix("torch."),
-        edge.spec.num_bytes,
-        edge.spec.num_bytes if edge.has_gradient else 0,
+        sent_bytes,
+        sent_bytes if edge.has_gradient else 0,
+        edge.spec.num_bytes - sent_bytes if ranks[edge.source] != ranks[edge.target] else 0,
     )
 
 

@@ -100,7 +100,7 @@ def estimated_times(
         partition.unit_costs, partition.stage_of_unit, [speed.flops_per_ms * factor for factor in factors]
     )
     flop_times = sums.per_stage(partition.num_stages)
-    sent = crossing_bytes(plan)
+    sent = crossing_bytes(plan, record.num_tensor_ranks)
     to_and_fro = [max(sent[max(stage - 1, 0)], sent[stage]) for stage in range(len(sent))]
     return StageCosts(
         forward=[speed.action_ms + time for time in flop_times.forward],
@@ -124,11 +124,11 @@ def _held_gib(memory: MemoryEstimate) -> tuple[list[float], list[float]]:
     )
 
 
-def crossing_bytes(plan: StepPlan) -> list[int]:
-    """Bytes that each stage sends to later ones in the forward of one microbatch."""
+def crossing_bytes(plan: StepPlan, num_tensor_ranks: int) -> list[int]:
+    """Bytes that a rank of each stage sends to later ones in the forward of one microbatch."""
     sent = [0] * len(plan.stages)
     for edge in plan.edges:
-        sent[edge.source] += edge.spec.num_bytes
+        sent[edge.source] += edge.spec.sent_bytes(num_tensor_ranks)
     return sent
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch import nn
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing, policy_of, recomputation_of
+from lightning_pp.planning.alike_units import Again, AlikeUnits, Step
 from lightning_pp.planning.steps.plans import StepPlanCache
-from lightning_pp.planning.tensor_parts import Again, Call, OnParts, Step, TensorRanks, arguments_noted, cut_on_parts
+from lightning_pp.planning.tensor_parts import Call, OnParts, TensorRanks, arguments_noted, cut_on_parts
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.schedule import Placement
 from lightning_pp.split.cut.partition import Partition, partition_units
@@ -125,6 +126,7 @@ class SplitModel:
         """Canonical names of the parameters that ``rank`` holds."""
         return {name for name in self.owners if rank in self.ranks_of(name)}
 
+    @cached_property
     def parameter_sizes(self) -> tuple[ParameterSize, ...]:
         """Sizes and places of all parameters, as :func:`~estimate_memory` takes them."""
         return parameter_sizes(self.counted.fake_parameters, self.units, self.owners, self.direct)
@@ -217,6 +219,7 @@ def record_model(
     patterns: Sequence[str] | None,
     num_stages: int,
     how: RecordingOptions = RECORDED_PLAINLY,
+    like: RecordedModel | None = None,
 ) -> RecordedModel:
     """Finds the units of ``module``, at least ``num_stages`` of them if there are so many, and records ``step``.
 
@@ -230,10 +233,13 @@ def record_model(
         patterns: What the user calls units, or None to discover them.
         num_stages: How many stages there are to be.
         how: Which units and values are recorded in another way than the model has them.
+        like: The same with a batch of another size. Of units that do the same only one runs then.
 
     Raises:
         ConfigurationError, SplitError: As :func:`recomputation_of` and :func:`dry_run` say.
     """
+    if like is not None and (found := _Recorder(like.fake_parameters, step, with_gradients, how).of_other_size(like)):
+        return found
     materialize_buffers(module, device)
     fake_parameters = FakeParameters(module, device)
     fake_parameters.set_compute_dtype(how.compute_dtype)
@@ -289,6 +295,16 @@ class _Recorder:
         calls, again = tuple(self.calls), partial(self._again, units)
         return on_tensor_ranks(replace(recording, calls=calls, again=again), how.tensor)
 
+    def of_other_size(self, like: RecordedModel) -> RecordedModel | None:
+        """``like`` with this step on a batch of another size; None where more than sizes differs."""
+        whole = None if like.whole is None else self.of_other_size(like.whole)
+        if like.record.failure is not None or (whole is None) != (like.whole is None):
+            return None
+        alike = AlikeUnits(like.record, like.units, like.fake_parameters.names)
+        with arguments_noted({} if self.how.tensor is None else like.units, self.calls):
+            record = alike.of_other_sizes(partial(self._again, like.units), like.fake_parameters)
+        return None if record is None else replace(self.of(like.units, record, whole), about_head=like.about_head)
+
     def _again(
         self, units: Mapping[str, nn.Module], changed: Callable[[Step], Step], fake_parameters: FakeParameters
     ) -> StepRecord:
@@ -300,8 +316,10 @@ class _Recorder:
         return StepPlanCache(fake_parameters.module, units, fake_parameters, unnamed)
 
 
-def on_tensor_ranks(recording: RecordedModel, ranks: TensorRanks) -> RecordedModel:
+def on_tensor_ranks(recording: RecordedModel, ranks: TensorRanks, like: RecordedModel | None = None) -> RecordedModel:
     """``recording``, in which arguments are noted, with the same step on parts of matrices.
+
+    ``like`` is the same with a batch of another size.
 
     Raises:
         ConfigurationError: The plan does not fit the model.
@@ -312,9 +330,11 @@ def on_tensor_ranks(recording: RecordedModel, ranks: TensorRanks) -> RecordedMod
     recording = replace(recording, again=None)  # which holds a batch
     if record.failure is not None:
         return recording
-    whole = None if recording.whole is None else on_tensor_ranks(recording.whole, ranks)
+    whole = None if recording.whole is None else on_tensor_ranks(recording.whole, ranks, like and like.whole)
+    units, fakes = recording.units, recording.fake_parameters
+    of_like = None if like is None else like.on_parts
     try:
-        on_parts = cut_on_parts(recording.units, recording.fake_parameters, record, recording.calls, ranks, again)
+        on_parts = cut_on_parts(units, fakes, record, recording.calls, ranks, again, of_like)
     except ConfigurationError:
         raise
     except Exception as error:  # of the user's code as well, which trains with parts only

@@ -7,31 +7,26 @@ tell what they would communicate.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pp.errors import SplitError
-from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers
+from lightning_pp.planning.alike_units import Again, AlikeUnits
+from lightning_pp.split.data.tree import map_leaves, own_containers
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.head.parts import HeadPart, is_head
-from lightning_pp.split.record.step_record import HeldMemory, StepRecord, UnitCall, Value
+from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.tensor import Plan, PlannedGroup, TensorParallelUnits, tied_along_vocabulary
 
 Call = tuple[str, tuple[Any, Any]]
 """The name of a unit with its arguments, without data."""
-Step = Callable[[DryRun], Any]
-Again = Callable[[Callable[[Step], Step], FakeParameters], StepRecord]
-"""Records the step, given what to make of it and other fakes."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +37,13 @@ class TensorRanks:
         size: Ranks that share them.
         plan: The strategy's ``tensor_parallel_plan``.
         sequence_parallel: The strategy's.
+        defers_logits: Whether a cross entropy gets the logits of a rank's classes, where the head is cut along them.
     """
 
     size: int = 1
     plan: Plan = "auto"
     sequence_parallel: bool = False
+    defers_logits: bool = True
 
 
 class Traffic(NamedTuple):
@@ -75,6 +72,7 @@ class OnParts:
         record: The step on one microbatch, with units that run on parts.
         num_parameters: Parameters that a rank has of each unit.
         about: What stays whole, in a sentence.
+        cuts: How units are cut.
     """
 
     size: int
@@ -82,12 +80,19 @@ class OnParts:
     record: StepRecord
     num_parameters: Mapping[str, int]
     about: str
-    _traffic: Mapping[str, tuple[Traffic, Traffic, Traffic]]
+    cuts: _Cuts
+    _traffic: Mapping[str, tuple[Traffic, Traffic, Traffic, Traffic]]
 
-    def traffic_of(self, unit: str) -> tuple[Traffic, Traffic]:
-        """Of a unit in F and in I, of one microbatch."""
-        forward, backward, again = self._traffic.get(unit, (Traffic(), Traffic(), Traffic()))
-        return forward, backward.plus(again) if unit in self.record.recomputed_units else backward
+    @property
+    def cut_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that are cut, whole."""
+        named = self.fake_parameters.module.named_parameters(remove_duplicate=False)
+        return {name: parameter for name, parameter in named if name in self.cuts.units.parts}
+
+    def traffic_of(self, unit: str) -> tuple[Traffic, Traffic, Traffic]:
+        """Of a unit in F, in I beside weight gradients, and in I where it runs again, of one microbatch."""
+        forward, backward, inside, again = self._traffic.get(unit, (Traffic(),) * 4)
+        return forward, backward, inside.plus(again) if unit in self.record.recomputed_units else inside
 
 
 def head_and_tied(
@@ -120,6 +125,23 @@ def arguments_noted(units: Mapping[str, nn.Module], calls: list[Call]) -> Iterat
         calls[:] = [(name, map_leaves(_without_data, given)) for name, given in calls]
 
 
+@dataclass(frozen=True)
+class _Cuts:
+    """How units are cut, whatever the batch.
+
+    Attributes:
+        units: The units, which can run on parts.
+        group: The ranks that share them.
+        head: The last projection, if the step ends with one.
+        fake_parameters: With the shapes of parts.
+    """
+
+    units: TensorParallelUnits
+    group: PlannedGroup
+    head: str | None
+    fake_parameters: FakeParameters
+
+
 def cut_on_parts(
     units: Mapping[str, nn.Module],
     fake_parameters: FakeParameters,
@@ -127,6 +149,7 @@ def cut_on_parts(
     calls: Sequence[Call],
     ranks: TensorRanks,
     again: Again,
+    like: OnParts | None = None,
 ) -> OnParts:
     """Finds how units are cut, and records the step with them on parts.
 
@@ -137,13 +160,49 @@ def cut_on_parts(
         calls: What these were called with.
         ranks: Who shares matrices.
         again: Records the step once more.
+        like: The same with a batch of another size; the cuts are those then.
 
     Raises:
         ConfigurationError: The plan does not fit the model.
         SplitError: A unit cannot run on parts.
     """
-    module, names = fake_parameters.module, fake_parameters.names
-    group, watch = PlannedGroup(ranks.size), _TrafficWatch(ranks.size)
+    alike = AlikeUnits(record, units, fake_parameters.names)
+    watch = _TrafficWatch(ranks.size, alike)
+    cuts = _found(units, fake_parameters, record, calls, ranks) if like is None else like.cuts
+    found, cut = cuts.units, cuts.fake_parameters
+    cuts.group.tell = watch.note
+    with found.running_on_parts():
+        on_parts = replace(alike.filled(record, alike.recorded(again, cut)), num_tensor_ranks=ranks.size)
+    cut.names = {name: cut.parameter(name) for name in cut.names}  # which does not keep the parameters themselves
+    num_parameters = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
+    for name in num_parameters:
+        of_unit = [part for key, part in found.parts.items() if key.startswith(f"{name}.")]
+        num_parameters[name] -= sum(part.shape.numel() - part.local_shape.numel() for part in of_unit)
+    traffic = watch.by_unit(on_parts, cuts.head)
+    if ranks.defers_logits and cuts.head is not None and any(key.startswith(f"{cuts.head}.") for key in found.parts):
+        on_parts = _with_logits_of_a_rank(on_parts, cuts.head, ranks.size)
+    return OnParts(ranks.size, cut, on_parts, num_parameters, found.report(), cuts, traffic)
+
+
+def _with_logits_of_a_rank(record: StepRecord, head: str, size: int) -> StepRecord:
+    """``record`` with logits of a rank's classes in what the end keeps for backward, if that is a cross entropy."""
+    logits, memory = record.calls[-1].leaves[0], record.tail.memory
+    is_deferred = head not in record.recomputed_units and not logits.edited_in_place
+    if logits.spec is None or not is_deferred or not any("log_softmax" in work.name for work in record.tail.work):
+        return record
+    least = logits.spec.num_bytes // 2  # a causal model leaves out a row of each sample
+    saved = {key: -(-number // size) if number >= least else number for key, number in memory.saved.items()}
+    return replace(record, tail=replace(record.tail, memory=replace(memory, saved=saved)))
+
+
+def _found(
+    units: Mapping[str, nn.Module],
+    fake_parameters: FakeParameters,
+    record: StepRecord,
+    calls: Sequence[Call],
+    ranks: TensorRanks,
+) -> _Cuts:
+    module, names, group = fake_parameters.module, fake_parameters.names, PlannedGroup(ranks.size)
     whole = {names[name] for name in record.parameters_used_outside()}
     own = {name: unit for name, unit in units.items() if not isinstance(unit, HeadPart)}
     head, tied = head_and_tied(record, module, units, ranks.plan, ranks.size)
@@ -160,164 +219,50 @@ def cut_on_parts(
         if (part := parts.get(cut.canonical_names[name])) is not None:
             meta = torch.empty(part.local_shape, dtype=whole_one.dtype, device="meta")
             cut.names[name] = nn.Parameter(meta, requires_grad=whole_one.requires_grad)
-    group.tell = watch.note
-    like = _alike(record, units, fake_parameters.names)
-    with found.running_on_parts(), _standing_in(units, record, like):
-        on_parts = _for_all_calls(record, again(watch.watching, cut), like)
-    cut.names = {name: cut.parameter(name) for name in cut.names}  # which does not keep the parameters themselves
-    num_parameters = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
-    for name in own:
-        of_unit = [part for key, part in found.parts.items() if key.startswith(f"{name}.")]
-        num_parameters[name] -= sum(part.shape.numel() - part.local_shape.numel() for part in of_unit)
-    return OnParts(ranks.size, cut, on_parts, num_parameters, found.report(), watch.by_unit(on_parts, like, head))
+    return _Cuts(found, group, head, cut)
 
 
 class _TrafficWatch:
     """Notes what units communicate in a dry run."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._run: DryRun | None = None
-        # index of the call, FLOPs of it before, bytes received in forward and in backward
-        self._noted: list[tuple[int, int, float, float]] = []
-
-    def watching(self, step: Step) -> Step:
-        """``step``, of which the last run is noted."""
-
-        def watched(run: DryRun) -> Any:
-            self._run = run
-            self._noted.clear()
-            return step(run)
-
-        return watched
+    def __init__(self, size: int, alike: AlikeUnits) -> None:
+        self._size, self._alike = size, alike
+        # the run, index of the call, FLOPs of it before, bytes received in forward and in backward
+        self._noted: list[tuple[DryRun, int, int, float, float]] = []
 
     def note(self, num_bytes: int, forward: int, backward: int) -> None:
         """Notes one communication."""
-        if self._run is not None and self._run.record.calls:
-            call, share = self._run.record.calls[-1], num_bytes * (self._size - 1) / self._size
+        run = self._alike.run
+        if run is not None and run.record.calls:
+            call, share = run.record.calls[-1], num_bytes * (self._size - 1) / self._size
             before = call.flops - call.flops_saved_by_policy
-            self._noted.append((call.index, before, forward * share, backward * share))
+            self._noted.append((run, call.index, before, forward * share, backward * share))
 
-    def by_unit(
-        self, record: StepRecord, like: Sequence[int], head: str | None
-    ) -> dict[str, tuple[Traffic, Traffic, Traffic]]:
-        """In F, in I, and once more in I of what runs again there up to the last tensor that autograd keeps.
+    def by_unit(self, record: StepRecord, head: str | None) -> dict[str, tuple[Traffic, Traffic, Traffic, Traffic]]:
+        """In F, in I, again in I by the unit itself, and again if the unit runs there up to the last tensor it keeps.
 
         The columns of ``head`` are gathered in a dry run; a cross entropy of parts of logits needs a few numbers only.
         """
-        found: dict[str, tuple[Traffic, Traffic, Traffic]] = {}
+        found: dict[str, tuple[Traffic, Traffic, Traffic, Traffic]] = {}
         last_of_region = {call.region: call.index for call in record.calls}
         by_call: dict[int, list[tuple[int, float, float]]] = {}
-        for index, before, forward, backward in self._noted:
+        for run, index, before, forward, backward in self._noted:
+            if run is not self._alike.run:
+                continue
             by_call.setdefault(index, []).append((before, forward, backward))
-        for call, ran in zip(record.calls, like, strict=True):
-            first, second, third = found.get(call.unit, (Traffic(), Traffic(), Traffic()))
+        for call, ran in zip(record.calls, self._alike.first, strict=True):
+            first, second, inside, third = found.get(call.unit, (Traffic(),) * 4)
             for before, forward, backward in by_call.get(ran, ()):
                 sent = Traffic(int(forward > 0), forward) if call.unit != head else Traffic()
                 first, second = first.plus(sent), second.plus(Traffic(int(backward > 0), backward))
                 is_needed = before < call.flops_run_again
                 by_module = call.region is not None and (is_needed or last_of_region[call.region] != call.index)
                 if by_module or (call.num_regions_inside and before < call.flops):
-                    second = second.plus(sent)
+                    inside = inside.plus(sent)
                 elif is_needed:
                     third = third.plus(sent)
-            found[call.unit] = first, second, third
+            found[call.unit] = first, second, inside, third
         return found
-
-
-def _alike(record: StepRecord, units: Mapping[str, nn.Module], names: Mapping[str, nn.Parameter]) -> list[int]:
-    """For each call the first one that does the same with other tensors of the same shapes, or itself."""
-    owners = Counter(memory for call in record.calls for memory in {*call.memory.saved, *call.memory.queued})
-    num_calls = Counter(call.unit for call in record.calls)
-    first: dict[Hashable, int] = {}
-    like = []
-    for call in record.calls:
-        unit, held = units[call.unit], call.memory
-        known = {*call.given, *(leaf.memory for leaf in call.leaves)}
-        is_plain = (
-            num_calls[call.unit] == 1
-            and not (call.left or call.side_effects or isinstance(unit, HeadPart))
-            and all(leaf.spec is not None for leaf in call.leaves)
-            and all(owners[memory] == 1 or memory in known for memory in {*held.saved, *held.queued})
-        )
-        like.append(first.setdefault(_kind_of(call, unit, names) if is_plain else call.index, call.index))
-    return like
-
-
-def _kind_of(call: UnitCall, unit: nn.Module, names: Mapping[str, nn.Parameter]) -> Hashable:
-    """What calls share that do the same: work, shapes, and what is kept of arguments, results and all else."""
-    place = {memory: number for number, memory in enumerate(call.given)}
-    kept = [(place.get(memory, -1), size) for memory, size in (*call.memory.saved.items(), *call.memory.queued.items())]
-    leaves = [(leaf.spec, leaf.requires_grad, place.get(leaf.memory or -1, -1)) for leaf in call.leaves]
-    parameters = [(key, names[f"{call.unit}.{key}"].shape) for key, _ in unit.named_parameters()]
-    work = frozenset(call.work.items()), call.flops_run_again, call.region is None, call.num_regions_inside
-    given = call.shapes, call.numbers, tuple(call.given.values())
-    return type(unit), unit.training, tuple(parameters), work, given, tuple(kept), tuple(leaves)
-
-
-@contextmanager
-def _standing_in(units: Mapping[str, nn.Module], record: StepRecord, like: Sequence[int]) -> Iterator[None]:
-    """Within, units whose call is like an earlier one return tensors of the right shapes at once."""
-    held: list[tuple[dict[str, Any], Any]] = []
-
-    def stand_in(call: UnitCall, *args: Any, **kwargs: Any) -> Any:
-        given = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        source = next((leaf for leaf in given if leaf.requires_grad), given[0])
-        found: dict[Value, Tensor] = {}
-        for place, leaf in enumerate(call.leaves):
-            assert leaf.spec is not None
-            made = source.flatten()[:1].to(leaf.spec.dtype).expand(leaf.spec.shape).clone()
-            found[Value(call.index, place)] = made if leaf.requires_grad else made.detach()
-        return call.output_of(found)
-
-    try:
-        for call, ran in zip(record.calls, like, strict=True):
-            if ran != call.index:
-                attributes = vars(units[call.unit])
-                held.append((attributes, attributes.get("forward")))
-                attributes["forward"] = partial(stand_in, call)
-        yield
-    finally:
-        for attributes, forward in held:
-            attributes.pop("forward", None)
-            if forward is not None:
-                attributes["forward"] = forward
-
-
-def _for_all_calls(record: StepRecord, on_parts: StepRecord, like: Sequence[int]) -> StepRecord:
-    """``record`` with what each call costs and keeps on parts, by the call that it is like."""
-    if [call.unit for call in on_parts.calls] != [call.unit for call in record.calls]:
-        raise SplitError("The step calls other units with parts of matrices than with whole ones.")
-    fresh, calls = count(1 << 40), []  # above the numbers of all memories in the record
-    for call, ran in zip(record.calls, like, strict=True):
-        part = on_parts.calls[ran]
-        if len(part.given) != len(call.given) or len(part.leaves) != len(call.leaves):
-            raise SplitError(
-                f"The unit {call.unit!r} is given other tensors with parts of matrices than with whole ones."
-            )
-        number_of = defaultdict[int, int](lambda: next(fresh))
-        number_of.update(zip(part.given, call.given, strict=True))
-        for ours, own in zip(part.leaves, call.leaves, strict=True):
-            if ours.memory is not None and own.memory is not None:
-                number_of[ours.memory] = own.memory
-        held = part.memory
-        saved, queued, by_policy = (
-            {number_of[memory]: size for memory, size in each.items()}
-            for each in (held.saved, held.queued, held.saved_by_policy)
-        )
-        calls.append(
-            replace(
-                call,
-                flops=part.flops,
-                weight_flops=part.weight_flops,
-                work=part.work,
-                flops_saved_by_policy=part.flops_saved_by_policy,
-                flops_run_again=part.flops_run_again,
-                flops_run_again_inside=part.flops_run_again_inside,
-                memory=HeldMemory(saved, queued, held.queued_gradients_bytes, by_policy),
-            )
-        )
-    return replace(record, calls=calls)
 
 
 def _without_data(leaf: Any) -> Any:

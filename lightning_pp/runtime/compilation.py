@@ -15,6 +15,7 @@ from lightning_pp.runtime._torch_private import is_compiled
 from lightning_pp.runtime.split_backward.compiled import CAPTURE_OPTIONS, DeferringBackend
 from lightning_pp.runtime.split_backward.deferral import weight_gradients_may_wait
 from lightning_pp.split.head.parts import HeadPart
+from lightning_pp.tensor import CutForward, PartsBackend
 
 NOTHING_TO_COMPILE = (
     "compile compiles nothing: every unit of the model is a single layer of torch. Such layers are not compiled, "
@@ -73,6 +74,7 @@ class CompiledUnits:
         }
         self._options = dict(options)
         self._backend = DeferringBackend(options)
+        self._on_parts = PartsBackend(DeferringBackend(options, defers=False)), PartsBackend(self._backend)
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._kept: dict[str, None] = {
             f"{name}.{weight}": None
@@ -97,12 +99,19 @@ class CompiledUnits:
         """Names of the weights whose gradients were computed in I so far, in code whose weight gradients might wait."""
         return list(self._kept)
 
-    def _compile(self, name: str, unit: nn.Module) -> Callable[..., Any]:
-        whole = torch.compile(unit.forward, **self._options)
-        capture = {option: value for option, value in self._options.items() if option in CAPTURE_OPTIONS}
-        deferring = torch.compile(unit.forward, backend=self._backend, **capture)
+    def uncompiled(self) -> dict[str, str]:
+        """Why units with parts of matrices run uncompiled, by name."""
+        return {name: reason for backend in self._on_parts for name, reason in backend.reasons.items()}
 
-        @wraps(unit.forward)
+    def _compile(self, name: str, unit: nn.Module) -> Callable[..., Any]:
+        capture = {option: value for option, value in self._options.items() if option in CAPTURE_OPTIONS}
+        if isinstance(unit.forward, CutForward):
+            whole, deferring = (backend.compiled(unit.forward, capture) for backend in self._on_parts)
+        else:
+            whole = torch.compile(unit.forward, **self._options)
+            deferring = torch.compile(unit.forward, backend=self._backend, **capture)
+
+        @wraps(unit.forward, updated=())
         def compiled(*args: Any, **kwargs: Any) -> Any:
             if not weight_gradients_may_wait():
                 return whole(*args, **kwargs)

@@ -84,7 +84,7 @@ class PipelineExecutor:
                one ordinary backward; linear-like operations queue their weight gradients
                send the gradients of what was received
             W: empty the queue into the parameters' gradients
-            B: I and W in one, nothing queued but by modules that keep their weight gradients back
+            B: I and W in one; queued is only what modules keep back, or what runs beside tensor ranks' communication
             OFFLOAD, RELOAD: free, or take again, the memory of what F saved, which is copied to the host and back
             UNSHARD, RESHARD, REDUCE: handed to who shards the stages; collectives run beside the rest
         wait until the values that were sent have left; gradients may take until the next step
@@ -99,6 +99,7 @@ class PipelineExecutor:
         transport: Moves tensors between stages.
         device: Where this rank computes.
         recomputation: Which units are run again in backward.
+        has_tensor_ranks: Whether units are cut. Then weight gradients wait in a B too, to run beside communication.
 
     Attributes:
         offloader: Copies what waits for its backward to the host.
@@ -111,7 +112,9 @@ class PipelineExecutor:
         transport: Transport,
         device: torch.device,
         recomputation: Recomputation | None = None,
+        has_tensor_ranks: bool = False,
     ) -> None:
+        self._waiting_kinds = {ActionKind.I, ActionKind.B} if has_tensor_ranks else {ActionKind.I}
         self._rank = rank
         self._units = dict(units)
         self._calls = UnitCalls(self._units)
@@ -179,10 +182,9 @@ class PipelineExecutor:
 
     def _lay_out(self, schedule: Schedule, plans: Sequence[StepPlan]) -> _Program:
         route = plan_route(schedule, plans, self._rank, occupies_device=not self._transport.matches_by_tag)
-        # microbatches whose backward is I and W; the others pay nothing for a split
-        split = {
-            (stop.action.stage, stop.action.microbatch) for stop in route.stops if stop.action.kind is ActionKind.I
-        }
+        # microbatches whose weight gradients wait; the others pay nothing for it
+        backwards = (stop.action for stop in route.stops if stop.action.kind in self._waiting_kinds)
+        split = {(action.stage, action.microbatch) for action in backwards}
         offloaded = {stop.action for stop in route.stops if stop.action.kind is ActionKind.OFFLOAD}
         share = schedule.offload_shares[self._rank] if schedule.offload_shares else 1.0
         last_stage = schedule.placement.num_stages - 1
@@ -190,22 +192,13 @@ class PipelineExecutor:
         sent_bytes: Counter[int] = Counter()
         for stop in route.stops:
             stage, microbatch = stop.action.stage, stop.action.microbatch
-            sent_bytes[stage] += sum(m.spec.num_bytes for m in stop.departures if m.receiver != self._rank)
+            sent_bytes[stage] += sum(map(self._transport.sent_bytes, stop.departures))
             if microbatch is None or not stop.action.kind.is_compute:
                 entries.append(stop)
                 continue
-            entries.append(
-                _Entry(
-                    stop,
-                    stop.action.kind,
-                    stage,
-                    microbatch,
-                    self._runner(stage),
-                    (stage, microbatch) in split,
-                    share if Action(stage, ActionKind.OFFLOAD, microbatch) in offloaded else 0.0,
-                    stage == last_stage,
-                )
-            )
+            runner, waits = self._runner(stage), (stage, microbatch) in split
+            moved = share if Action(stage, ActionKind.OFFLOAD, microbatch) in offloaded else 0.0
+            entries.append(_Entry(stop, stop.action.kind, stage, microbatch, runner, waits, moved, stage == last_stage))
         # the objects are kept with what came of them, so that their ids stay theirs
         return _Program((schedule, *plans), route, entries, bool(split), sent_bytes)
 
@@ -313,7 +306,7 @@ class _Step:
             kept, output = entry.runner.forward(
                 plan,
                 partial(inputs.run_step, microbatch, entry.stage),
-                partial(self._receive, entry.stop) if entry.stop.arrivals else _nothing,
+                partial(self._receive, entry.stop) if entry.stop.arrivals else tuple,
                 self._randomness(plan, microbatch),
                 with_gradients=inputs.loss_of is not None,
                 splits_backward=entry.splits_backward,
@@ -340,19 +333,20 @@ class _Step:
         kept = self._in_flight[entry.stage, microbatch]
         if entry.offloaded:
             self._offloaded.pop((entry.stage, microbatch)).hand_over()
+        kept.queue.is_for_w = not is_full
         gradients = entry.runner.backward(
             inputs.plans[microbatch],
             kept,
             self._arriving_gradients(entry),  # unnamed here, so that it is let go with the backward
             inputs.loss_weights[microbatch],
-            split=not is_full,
+            split=entry.splits_backward,
         )
         if entry.stop.departures:
             self._transport.send(entry.stop, gradients)
         kept.end_backward()
         if is_full:
             del self._in_flight[entry.stage, microbatch]
-            if kept.queue:  # of modules that keep their weight gradients back
+            if kept.queue:
                 kept.run_weight_gradients()
 
     def weight_gradients(self, entry: _Entry) -> None:
@@ -394,13 +388,10 @@ class _Step:
         """What the action receives, waited for now."""
         label = self._inputs.label
         self.timer.start_waiting()
-        if label is None:
+        with nullcontext() if label is None else label(f"wait for {label_of(stop.action)}"):
             received = self._transport.receive(stop)
-        else:
-            with label(f"wait for {label_of(stop.action)}"):
-                received = self._transport.receive(stop)
         self.timer.stop_waiting()
-        return received
+        return self._transport.joined(stop, received)
 
     def _randomness(self, plan: StepPlan, number: int) -> StepRandomness:
         """What the plan's inter-unit code draws from, in the microbatch of that number."""
@@ -422,10 +413,6 @@ def failed_action(error: BaseException) -> str:
 
 def _action_of(entry: _Entry | Stop) -> Action:
     return entry.action if isinstance(entry, Stop) else entry.stop.action
-
-
-def _nothing() -> Iterable[tuple[Value, Tensor]]:
-    return ()
 
 
 @dataclass(frozen=True, slots=True)

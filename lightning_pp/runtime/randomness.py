@@ -66,7 +66,7 @@ class StepRandomness:
         """Seeds the generators for the stretch of inter-unit code after call ``index``."""
         seed = (self._seed * 1_000_003 + index + 1) % (1 << 63)
         if self._unit_state is None:
-            self._unit_state = self._states()
+            self._unit_state = [generator.get_state() for generator in torch_generators(self._device)]
         seed_torch(seed, self._device)
         if self._seeds_python:
             seed_python(seed)
@@ -74,15 +74,9 @@ class StepRandomness:
     def enter_unit(self) -> None:
         """Before an owned unit's call: gives the generators back to the units."""
         if self._unit_state is not None:
-            self._set_states(self._unit_state)
+            for generator, state in zip(torch_generators(self._device), self._unit_state, strict=True):
+                generator.set_state(state)
             self._unit_state = None
-
-    def _states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in torch_generators(self._device)]
-
-    def _set_states(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(torch_generators(self._device), states, strict=True):
-            generator.set_state(state)
 
 
 @contextmanager

@@ -209,21 +209,10 @@ class StageForward:
         note_function: As of :class:`OperationCalls`.
     """
 
-    __slots__ = (
-        "_failure",
-        "_inputs",
-        "_next_call",
-        "_num_last_operations",
-        "_operations",
-        "_randomness",
-        "_receive",
-        "_recomputation",
-        "_stage",
-        "_units",
-        "_with_gradients",
-        "in_flight",
-        "side_effects",
-    )  # fmt: skip
+    # fmt: off
+    __slots__ = ("_failure", "_inputs", "_next_call", "_num_last_operations", "_operations", "_randomness", "_receive",
+                 "_recomputation", "_stage", "_units", "_with_gradients", "in_flight", "side_effects")
+    # fmt: on
 
     def __init__(
         self,

@@ -60,7 +60,7 @@ class StepTimer:
         self._is_on = is_on
         self._now: Callable[[], Any] = _recorded_event if self._cuda else time.perf_counter_ns
         if not is_on:
-            self._now = _no_time
+            self._now = lambda: None
         self._origin: Any = self._now()
         self._begun: Any = self._origin
         self._waiting: Any = self._origin
@@ -120,10 +120,6 @@ class StepTimer:
         if not self._cuda:
             return float((moment - self._origin) / 1e6)
         return float(self._origin.elapsed_time(moment))
-
-
-def _no_time() -> None:
-    return None
 
 
 def _recorded_event() -> Any:

@@ -117,7 +117,13 @@ class TailRun:
         joined = []
         for value, join in sorted(self._whole.plan.joins.items()):
             if join.rows_per_sample > 1 and join.rows_per_sample not in orders.by_sample:
-                raise _order_unknown(record.calls[value.call].unit, record.calls[value.call].line, join)
+                call = record.calls[value.call]
+                raise SplitError(
+                    f"The unit {call.unit!r} ({call.line}) gives {join.rows_per_sample} rows for each sample, and the "
+                    "code after the last unit needs them for the whole batch. Nothing that the units are given shows "
+                    "whether the rows of one sample stand together. Keep a dimension for the samples alone: return "
+                    "[samples, rows, ...] from the unit and reshape after the last unit."
+                )
             tensors = [part.pop(value).detach() for part in parts]
             if join.dim is None:
                 tensor = tensors[0]
@@ -238,12 +244,3 @@ def _are_close(joined: Tensor, tensor: Tensor) -> bool:
     if not tensor.is_floating_point():
         return torch.equal(joined, tensor)
     return torch.allclose(joined, tensor, rtol=_TOLERANCE, atol=1e-6, equal_nan=True)
-
-
-def _order_unknown(unit: str, line: str, join: Join) -> SplitError:
-    return SplitError(
-        f"The unit {unit!r} ({line}) gives {join.rows_per_sample} rows for each sample, and the code after the last "
-        "unit needs them for the whole batch. Nothing that the units are given shows whether the rows of one sample "
-        "stand together. Keep a dimension for the samples alone: return [samples, rows, ...] from the unit and reshape "
-        "after the last unit."
-    )

@@ -60,6 +60,8 @@ class Family:
         min_stages_per_rank: The fewest it allows.
         summary: One line for people who choose.
         is_search: Whether it searches, and so takes long and depends on the costs.
+        patterns: The programs that it chooses from by the costs, or fits to them; None where it looks at none.
+        is_fitted: Whether it fits them.
     """
 
     name: str
@@ -69,6 +71,8 @@ class Family:
     min_stages_per_rank: int = 1
     max_stages_per_rank: int | None = None
     is_search: bool = False
+    patterns: Callable[[ScheduleRequest], Sequence[Schedule]] | None = None
+    is_fitted: bool = False
 
     def allows(self, stages_per_rank: int) -> bool:
         """True when the family can place so many stages on a rank."""

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.distributed.control import ControlGroups, make_control_groups
 from lightning_pp.distributed.groups import destroyed_with, largest_of_all
+from lightning_pp.distributed.meshes import tensor_mesh
 from lightning_pp.distributed.messages import MessageLine
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.runtime.transport.channels import Transport
@@ -77,14 +78,15 @@ class Connection:
             assert self._transport is not None
             self._is_opened_ahead = False
             return self._transport
-        earlier, self._of_stages = self._of_stages, ControlGroups()
-        if self._device.type == "cpu":
-            self._of_stages = self._new_groups()
+        earlier = self._of_stages
+        self._of_stages = self._new_groups() if self._device.type == "cpu" else ControlGroups()
         earlier.replace_by(ControlGroups())
         ranks = [int(rank) for rank in self._mesh["pipeline"].mesh.tolist()]
         place = self._mesh.get_local_rank("pipeline")
         name = f"{self.groups.share(lambda: uuid4().hex, 'A name of channels')}/{ranks[0]}"
-        self._transport = Transport(ranks, place, self._device, self._timeout, self._of_stages.pipeline, name)
+        axis, group = tensor_mesh(self._mesh), self._of_stages.pipeline
+        tensor_group = None if axis is None else axis.get_group()
+        self._transport = Transport(ranks, place, self._device, self._timeout, group, name, tensor_group=tensor_group)
         return self._transport
 
     def align_generators(self) -> None:
@@ -133,8 +135,7 @@ class Connection:
         return bool(failed), largest
 
     def _new_groups(self) -> ControlGroups:
-        sizes = self._sizes
-        grid = self._mesh.mesh.reshape(sizes.pipeline, sizes.data_parallel, sizes.tensor)
+        grid = self._mesh.mesh.reshape(self._sizes.pipeline, self._sizes.data_parallel, self._sizes.tensor)
         groups = make_control_groups(grid, 0, self._timeout)
         self._made += groups.all
         return groups

@@ -140,8 +140,8 @@ class PipelineEngine:
         return self._connection.groups
 
     def _new_executor(self) -> PipelineExecutor:
-        transport, split = self._connection.new_transport(), self.split
-        return PipelineExecutor(self.rank, split.units, transport, self.device, split.recomputation)
+        transport, split, tensor = self._connection.new_transport(), self.split, self.split.tensor
+        return PipelineExecutor(self.rank, split.units, transport, self.device, split.recomputation, tensor is not None)
 
     def random_state(self) -> dict[str, int]:
         """What the random numbers of the next training batch depend on."""

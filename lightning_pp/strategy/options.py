@@ -158,7 +158,8 @@ class StrategyOptions(MeshStrategy):
         data_parallel_replicate_size: Number of data-parallel ranks that hold the same shards (HSDP); a divisor of
             ``data_parallel_size``. Gathers stay within ``data_parallel_size / data_parallel_replicate_size`` ranks.
         compile: True, or options of ``torch.compile``: compile every unit by itself. Where the backward is split, their
-            weight gradients wait for W too. Units that are one layer of torch are not compiled.
+            weight gradients wait for W too. Units that are one layer of torch are not compiled. Units with parts of
+            matrices are compiled if they can be captured as one graph; the log names the others.
         activation_checkpointing: Units that keep only their inputs and run again in backward. True: units in lists of
             repeated blocks. ``"auto"``: of these as few as ``device_memory_gib`` asks for, on the ranks that need it.
             Names or patterns: those units. A policy, or a list of operations whose outputs are saved,

@@ -127,12 +127,6 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         self.options.schedule.check_num_ranks(self.sizes.pipeline)
-        if self.run_options.compile and self.sizes.tensor > 1:
-            raise ConfigurationError(
-                f"compile={self.run_options.compile!r} does not work with tensor_parallel_size={self.sizes.tensor}. "
-                "Functions on parts of matrices are followed one by one, which compiled code does not show. Leave out "
-                "one of the two."
-            )
         if not self.is_plain:
             vars(self.launcher)["explain"] = self._pipeline.explain
             return

@@ -7,17 +7,21 @@ this rank's part, so that sharding, deferral and optimizers treat it as any othe
 * :mod:`.plans` reads plans, and :mod:`.tracing` finds how each unit's parameters can be cut;
 * :mod:`.units` cuts them and runs units, :mod:`.region` with :mod:`.rules` computes functions on parts;
 * :mod:`.head` keeps the logits of a rank's classes until a cross entropy takes them;
+* :mod:`.compiling` has units compiled;
 * :mod:`.check` compares each unit with itself run whole.
 """
 
 from __future__ import annotations
 
+from lightning_pp.tensor.compiling import PartsBackend
 from lightning_pp.tensor.functions import PlannedGroup
 from lightning_pp.tensor.parts import TensorPart, part_of, whole_of
 from lightning_pp.tensor.plans import Plan, check_sizes, tied_along_vocabulary
-from lightning_pp.tensor.units import TensorParallelUnits
+from lightning_pp.tensor.units import CutForward, TensorParallelUnits
 
 __all__ = [
+    "CutForward",
+    "PartsBackend",
     "Plan",
     "PlannedGroup",
     "TensorParallelUnits",

@@ -18,13 +18,14 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pp.errors import SplitError
 from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers
+from lightning_pp.split.side_effects.generators import GeneratorStates
 from lightning_pp.tensor.cuts import CutError
 from lightning_pp.tensor.parts import part_of, whole_of
 from lightning_pp.tensor.rules.elementwise import DROPOUTS
 from lightning_pp.tensor.tracing import Inside
 
 if TYPE_CHECKING:
-    from lightning_pp.tensor.units import _CutForward
+    from lightning_pp.tensor.units import CutForward
 
 # largest difference beside the largest value
 TOLERANCES: Mapping[torch.dtype, float] = {
@@ -67,7 +68,7 @@ class UnitCheck:
         """A copy of a unit is checked with it."""
         return self
 
-    def run(self, forward: _CutForward, args: Any, kwargs: Any) -> None:
+    def run(self, forward: CutForward, args: Any, kwargs: Any) -> None:
         """Runs ``forward`` on parts and whole.
 
         Raises:
@@ -79,9 +80,7 @@ class UnitCheck:
             return
         self._seen.add(key)
         problem = self._compared(forward, args, kwargs)
-        verdict = torch.tensor([float(bool(problem))])
-        device = next(unit.parameters()).device
-        verdict = verdict.to(device)
+        verdict = torch.tensor([float(bool(problem))], device=next(unit.parameters()).device)
         dist.all_reduce(verdict, group=self._group)
         if verdict.item():
             problem = problem or "another tensor rank found a difference"
@@ -91,9 +90,10 @@ class UnitCheck:
                 "tensor_parallel_plan. Nothing was updated."
             )
 
-    def _compared(self, forward: _CutForward, args: Any, kwargs: Any) -> str:
+    def _compared(self, forward: CutForward, args: Any, kwargs: Any) -> str:
         unit, group = forward.unit, self._group
-        state = _generator_state(next(unit.parameters()).device)
+        device = next(unit.parameters()).device
+        generators = GeneratorStates.now(device)
         wholes = {
             name: whole_of(each, forward.parts[name], group) if name in forward.parts else each.detach().clone()
             for name, each in _named(unit)
@@ -114,7 +114,7 @@ class UnitCheck:
                 with _WithoutDropout():
                     return _outcome(function, own, unit, args, kwargs)
             finally:
-                _set_generator_state(state)
+                generators.put_back(device)
 
         whole = outcome(run_whole, wholes)
         try:
@@ -216,14 +216,3 @@ def _difference(parts: Mapping[str, Tensor], whole: Mapping[str, Tensor], tolera
 def _scale(tensor: Tensor) -> float:
     """The largest finite value."""
     return torch.where(tensor.isfinite(), tensor.double(), 0.0).abs().max().item() if tensor.numel() else 0.0
-
-
-def _generator_state(device: torch.device) -> tuple[Tensor, Tensor | None, torch.device]:
-    other = None if device.type in ("cpu", "meta") else torch.get_device_module(device).get_rng_state(device)
-    return torch.get_rng_state(), other, device
-
-
-def _set_generator_state(state: tuple[Tensor, Tensor | None, torch.device]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.get_device_module(state[2]).set_rng_state(state[1], state[2])

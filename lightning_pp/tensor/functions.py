@@ -1,12 +1,13 @@
-"""The conjugate functions at the edges of sharded regions, as in Megatron-LM (Shoeybi et al., 2019).
+"""Moves of tensors at the edges of sharded regions, in conjugate pairs as in Megatron-LM (Shoeybi et al., 2019).
 
 What each does in forward, and in backward:
 
-* :func:`copy_to_region`: nothing; a sum over the ranks;
-* :func:`sum_of_region`: a sum over the ranks; nothing;
-* :func:`scattered_sum`: a sum of which each rank gets its part; parts are joined;
-* :func:`gathered`: parts are joined; each rank takes its part, of the sum over the ranks or of what all have;
-* :func:`taken_part`: each rank takes its part; parts are joined.
+* ``"keep"``, ``"sum"``: nothing; a sum over the ranks;
+* ``"sum"``, ``"keep"``: a sum over the ranks; nothing;
+* ``"scatter"``, ``"join"``: a sum of which each rank gets its part; parts are joined;
+* ``"join"``, ``"scatter"``: parts are joined; each rank takes its part of the sum over the ranks;
+* ``"join"``, ``"take"``: parts are joined; each rank takes its part of what all have;
+* ``"take"``, ``"join"``: each rank takes its part; parts are joined.
 
 Tensors without data (fakes and meta tensors) are not communicated: a function only has the right shape then. It tells
 a :class:`PlannedGroup` what it would communicate.
@@ -14,7 +15,7 @@ a :class:`PlannedGroup` what it would communicate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pp.split._torch_private import FakeTensor
+from lightning_pp.tensor.aside import Collective, aside
 from lightning_pp.tensor.parts import TensorPart, joined, part_of, pieces_of
 
 
@@ -49,163 +51,125 @@ class PlannedGroup:
         return 0
 
 
-def _tell(group: Any, tensor: Tensor, forward: int, backward: int, times: int = 1) -> None:
-    if isinstance(group, PlannedGroup):
-        needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
-        group.tell(times * tensor.numel() * tensor.element_size(), forward, backward if needs_gradient else 0)
+class RecordedGroup:
+    """Stands for ``group`` while functions are recorded for a graph.
+
+    Args:
+        group: The ranks.
+        record: Called with a tensor and what :class:`Moved` is to do with it, for the result.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, record: Callable[..., Tensor]) -> None:
+        self.size, self.rank, self.record = group.size, group.rank, record
 
 
-def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks of ``group``, in memory of its own."""
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+GROUPS: dict[str, dist.ProcessGroup] = {}
+"""Groups by name, for compiled code."""
 
 
-class CopyToRegion(torch.autograd.Function):
-    """Identity in forward; in backward the gradients of all tensor ranks are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Passes ``whole`` on."""
-        ctx.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """Sums the gradients."""
-        (grad,) = grad_outputs
-        return (grad if isinstance(grad, FakeTensor) or grad.is_meta else _summed(grad, ctx.group)), None
+Run = Callable[[Collective], Collective]  # gives the way in which a collective is run
 
 
-class SumOfRegion(torch.autograd.Function):
-    """The sum of the partial results of all tensor ranks; in backward the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Sums."""
-        return _summed(partial, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """Passes the gradient on, which is the same on all ranks."""
-        return grad_outputs[0], None
+def _alone(collective: Collective) -> Collective:
+    return collective
 
 
 def _has_no_data(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
-def _join(part: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _sum(partial: Tensor, dim: int, segments: Sequence[int], group: Any, run: Run = _alone) -> Tensor:
+    if _has_no_data(partial):
+        return partial
+    total = partial.clone(memory_format=torch.contiguous_format)
+    run(dist.all_reduce)(total, group=group)
+    return total
+
+
+def _join(part: Tensor, dim: int, segments: Sequence[int], group: Any, run: Run = _alone) -> Tensor:
     if _has_no_data(part):
-        return torch.cat([part] * group.size(), dim)
-    return joined(part, dim, [length // group.size() for length in segments], group)
+        return part.new_empty([*part.shape[:dim], sum(segments), *part.shape[dim + 1 :]])
+    return joined(part, dim, segments, group, run(dist.all_gather))
 
 
-def _take(whole: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _take(whole: Tensor, dim: int, segments: Sequence[int], group: Any, run: Run = _alone) -> Tensor:
     return part_of(whole, TensorPart(dim, whole.shape, pieces_of(segments, group.rank(), group.size())))
 
 
-def _scatter_sum(partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def _scatter(partial: Tensor, dim: int, segments: Sequence[int], group: Any, run: Run = _alone) -> Tensor:
     """This rank's part of the sum, in one run of ``dim``."""
     parts = partial.chunk(group.size(), dim)
     if _has_no_data(partial):
         return parts[0].clone()
     mine = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-    dist.reduce_scatter(mine, [each.contiguous() for each in parts], group=group)
+    run(dist.reduce_scatter)(mine, [each.contiguous() for each in parts], group=group)
     return mine
 
 
-class ScatteredSum(torch.autograd.Function):
-    """This rank's part of the sum of partial results; in backward the parts are joined."""
+_MOVES: Mapping[str, Callable[..., Tensor]] = {"sum": _sum, "join": _join, "take": _take, "scatter": _scatter}
+
+_NAME = "lightning_pp::move_over_ranks"
+_SCHEMA = "(Tensor tensor, str how, int dim, int[] segments, str group) -> Tensor"
+
+
+@torch.library.custom_op(_NAME, mutates_args=(), schema=_SCHEMA)
+def _move_compiled(tensor: Tensor, how: str, dim: int, segments: Sequence[int], group: str) -> Tensor:
+    """The operation that compiled code has for a move."""
+    return _MOVES[how](tensor, dim, segments, GROUPS[group]).contiguous()
+
+
+@_move_compiled.register_fake
+def _shape_of_move(tensor: Tensor, how: str, dim: int, segments: Sequence[int], group: str) -> Tensor:
+    return tensor.new_empty(_MOVES[how](tensor, dim, segments, GROUPS[group]).shape)
+
+
+def _move(tensor: Tensor, how: str, dim: int, segments: Sequence[int], group: Any, run: Run = _alone) -> Tensor:
+    if how == "keep":
+        return tensor.view_as(tensor)
+    if torch.compiler.is_compiling():
+        moved: Tensor = _move_compiled(tensor, how, dim, segments, group)
+        return moved
+    return _MOVES[how](tensor, dim, segments, GROUPS[group] if isinstance(group, str) else group, run)
+
+
+class Moved(torch.autograd.Function):
+    """A move of a tensor, and another one of its gradient. The group is of processes, or a name in :data:`GROUPS`."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        """Sums and scatters."""
-        ctx.where = dim, [partial.shape[dim]], group
-        return _scatter_sum(partial, dim, group)
+    def forward(
+        ctx: Any, tensor: Tensor, there: str, back: str, dim: int, segments: Sequence[int], group: Any
+    ) -> Tensor:
+        """Moves ``tensor``."""
+        ctx.back, ctx.dim, ctx.segments, ctx.group = back, dim, segments, group
+        return _move(tensor, there, dim, segments, group)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """Joins."""
-        return _join(grad_outputs[0], *ctx.where), None, None
-
-
-class Gathered(torch.autograd.Function):
-    """All ranks' parts joined; in backward this rank's part of the gradient, or of its sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, segments: Sequence[int], group: Any, sums: bool) -> Tensor:
-        """Joins."""
-        ctx.where, ctx.sums = (dim, segments, group), sums
-        return _join(part, dim, segments, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """Takes a part."""
-        dim, segments, group = ctx.where
+        """Moves the gradient."""
         (grad,) = grad_outputs
-        part = _scatter_sum(grad, dim, group) if ctx.sums else _take(grad, dim, segments, group)
-        return part, None, None, None, None
+        return _move(grad, ctx.back, ctx.dim, ctx.segments, ctx.group, aside), None, None, None, None, None
 
 
-class TakenPart(torch.autograd.Function):
-    """This rank's part of what all have; in backward the parts are joined."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        """Takes the part."""
-        ctx.where = dim, segments, group
-        return _take(whole, dim, segments, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """Joins."""
-        return _join(grad_outputs[0], *ctx.where), None, None, None
+# how often the bytes of the whole tensor go round
+_ROUNDS: Mapping[str, int] = {"keep": 0, "take": 0, "join": 1, "scatter": 1, "sum": 2}
 
 
-def copy_to_region(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``whole``, for use in code that computes a part on each rank."""
-    if not (torch.is_grad_enabled() and whole.requires_grad):
-        return whole
-    _tell(group, whole, 0, 2)
-    copied: Tensor = CopyToRegion.apply(whole, group)  # type: ignore[no-untyped-call]
-    return copied
-
-
-def sum_of_region(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks of ``group`` of what each has computed."""
-    _tell(group, partial, 2, 0)
-    if isinstance(partial, FakeTensor) or partial.is_meta:
-        return partial
-    total: Tensor = SumOfRegion.apply(partial, group)  # type: ignore[no-untyped-call]
-    return total
-
-
-def scattered_sum(partial: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part, in ``dim``, of the sum over the ranks of ``group``."""
-    _tell(group, partial, 1, 1)
-    part: Tensor = ScatteredSum.apply(partial, dim, group)  # type: ignore[no-untyped-call]
-    return part
-
-
-def gathered(part: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup, *, sums: bool) -> Tensor:
-    """All ranks' parts joined in ``dim``.
+def move(tensor: Tensor, there: str, back: str, group: Any, dim: int = 0, segments: Sequence[int] = ()) -> Tensor:
+    """:class:`Moved`, applied or recorded.
 
     Args:
-        part: This rank's.
-        dim: The dimension that is cut, in ``segments``.
-        segments: One segment if ``sums``.
-        group: The ranks.
-        sums: Whether each rank's gradient is a part of a sum, as of what is multiplied by a rank's own columns.
+        tensor: A whole tensor, a part, or what each rank adds to a sum.
+        there: The move.
+        back: That of the gradient.
+        group: The ranks, or what stands for them.
+        dim: The dimension that is cut or is to be cut, if there is one.
+        segments: Its segments, in whole sizes. One, unless parts are joined or taken.
     """
-    _tell(group, part, 1, int(sums), group.size())
-    whole: Tensor = Gathered.apply(part, dim, segments, group, sums)  # type: ignore[no-untyped-call]
-    return whole
-
-
-def taken_part(whole: Tensor, dim: int, segments: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of a whole tensor."""
-    _tell(group, whole, 0, 1)
-    part: Tensor = TakenPart.apply(whole, dim, segments, group)  # type: ignore[no-untyped-call]
-    return part
+    if isinstance(group, PlannedGroup):
+        num_bytes = tensor.numel() * tensor.element_size() * (group.size() if there == "join" else 1)
+        needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
+        group.tell(num_bytes, _ROUNDS[there], _ROUNDS[back] if needs_gradient else 0)
+    if isinstance(group, RecordedGroup):
+        return group.record(tensor, there, back, dim, segments)
+    moved: Tensor = Moved.apply(tensor, there, back, dim, segments, group)  # type: ignore[no-untyped-call]
+    return moved

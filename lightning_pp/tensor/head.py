@@ -21,7 +21,7 @@ from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.head.cross_entropy import RunningSums, sums_of_part
 from lightning_pp.split.head.deferred_logits import DeferredHead, DeferredLogits
 from lightning_pp.split.head.parts import Pointwise, applied
-from lightning_pp.tensor.functions import sum_of_region
+from lightning_pp.tensor.functions import move
 from lightning_pp.tensor.parts import joined
 from lightning_pp.tensor.region import Region
 
@@ -34,7 +34,7 @@ class _LogSumExpOfRanks(Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = torch.logsumexp(joined(own.unsqueeze(0), 0, [1], group), 0)
+        total = torch.logsumexp(joined(own.unsqueeze(0), 0, [group.size()], group), 0)
         # a row without a finite logit has a sum of -inf
         ctx.save_for_backward((own - total.clamp(min=torch.finfo(total.dtype).min)).exp_())
         return total
@@ -60,11 +60,11 @@ class HeadOfRanks(DeferredHead):
     def sums(self, target: Tensor, pointwise: Pointwise, with_total: bool) -> RunningSums:
         """By the sums over this rank's classes."""
         logits = applied(pointwise, self.hidden.reshape(-1, self.hidden.shape[-1]))
-        own = sums_of_part(logits, target, self.region.rank * logits.shape[1], with_total=with_total)
+        own = sums_of_part(logits, target, self.region.first_of([self.num_classes]), with_total=with_total)
         group = self.region.group
         log_sum_exp: Tensor = _LogSumExpOfRanks.apply(own.log_sum_exp, group)  # type: ignore[no-untyped-call]
-        total = None if own.total is None else sum_of_region(own.total, group)
-        return RunningSums(log_sum_exp, sum_of_region(own.at_target, group), total)
+        total = None if own.total is None else move(own.total, "sum", "keep", group)
+        return RunningSums(log_sum_exp, move(own.at_target, "sum", "keep", group), total)
 
     def used(self, how: str, func: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
         """On all logits.

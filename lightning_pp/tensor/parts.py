@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,11 +35,12 @@ class TensorPart:
 
 
 def pieces_of(segments: Sequence[int], rank: int, size: int) -> tuple[tuple[int, int], ...]:
-    """The runs that tensor rank ``rank`` of ``size`` holds of a dimension made of ``segments``, each cut evenly."""
+    """The runs of ``segments`` that rank ``rank`` of ``size`` holds; the first hold one more if it does not divide."""
     pieces, start = [], 0
     for length in segments:
-        share = length // size
-        pieces.append((start + rank * share, start + (rank + 1) * share))
+        share, rest = divmod(length, size)
+        first = start + rank * share + min(rank, rest)
+        pieces.append((first, first + share + int(rank < rest)))
         start += length
     return tuple(pieces)
 
@@ -52,12 +54,18 @@ def part_of(whole: Tensor, part: TensorPart) -> Tensor:
 
 def whole_of(local: Tensor, part: TensorPart, group: dist.ProcessGroup) -> Tensor:
     """The whole values, gathered from the parts; all ranks of ``group`` call it."""
-    return joined(local, part.dim, [stop - start for start, stop in part.pieces], group)
+    several = [group.size() * (stop - start) for start, stop in part.pieces]
+    return joined(local, part.dim, several if len(several) > 1 else [part.shape[part.dim]], group)
 
 
-def joined(local: Tensor, dim: int, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """All ranks' parts joined, each made of runs of ``lengths`` in ``dim``."""
-    parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, local.detach().contiguous(), group=group)
-    by_rank = [torch.split(each, list(lengths), dim) for each in parts]
-    return torch.cat([runs[i] for i in range(len(lengths)) for runs in by_rank], dim)
+def joined(local: Tensor, dim: int, segments: Sequence[int], group: Any, gather: Any = dist.all_gather) -> Tensor:
+    """All ranks' parts joined to a tensor whose dimension ``dim`` has ``segments``, each of which is cut."""
+    size = group.size()
+    lengths = [[stop - start for start, stop in pieces_of(segments, rank, size)] for rank in range(size)]
+    local, lacks = local.detach(), sum(lengths[0]) - local.shape[dim]
+    if lacks:  # collectives are of equal sizes
+        local = torch.cat([local, torch.zeros_like(local.narrow(dim, 0, lacks))], dim)
+    parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(size)]
+    gather(parts, local.contiguous(), group=group)
+    by_rank = [torch.split(each.narrow(dim, 0, sum(own)), own, dim) for each, own in zip(parts, lengths, strict=True)]
+    return torch.cat([runs[i] for i in range(len(segments)) for runs in by_rank], dim)

@@ -51,11 +51,13 @@ def is_table(module: nn.Module) -> bool:
 def weights_of(module: nn.Module) -> dict[str, tuple[int, nn.Parameter]]:
     """Matrices that may be cut, by name: the dimension of their outputs, and the parameter.
 
-    Those are the weights of ``nn.Linear``, transformers' ``Conv1D``, ``nn.MultiheadAttention`` and ``nn.Embedding``.
+    Those are the weights of ``nn.Linear``, transformers' ``Conv1D``, ``nn.MultiheadAttention`` and ``nn.Embedding``,
+    and :func:`experts_of`.
     """
-    found = {}
+    found: dict[str, tuple[int, nn.Parameter]] = {}
     for name, child in module.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
+        found |= {f"{prefix}{own}": expert for own, expert in experts_of(child).items()}
         if isinstance(child, nn.MultiheadAttention) and child.in_proj_weight is not None:
             found[f"{prefix}in_proj_weight"] = 0, child.in_proj_weight
         weight = getattr(child, "weight", None)
@@ -65,6 +67,29 @@ def weights_of(module: nn.Module) -> dict[str, tuple[int, nn.Parameter]]:
             elif type(child).__name__ == "Conv1D" or is_table(child):
                 found[f"{prefix}weight"] = 1, weight
     return found
+
+
+def inputs_of(weight: nn.Parameter, out_dim: int) -> int:
+    """The dimension of the inputs of a matrix, or of matrices one after another."""
+    return 2 * weight.dim() - 3 - out_dim
+
+
+def experts_of(module: nn.Module) -> dict[str, tuple[int, nn.Parameter]]:
+    """Parameters of ``module`` that are the matrices of all experts, of shape [experts, in, out] or [experts, out, in].
+
+    The last one's outputs have the width of the others' inputs. Its inputs are as wide as the others' outputs, or half
+    as wide, where a gate and a value are in one.
+    """
+    own = {name: each for name, each in module.named_parameters(recurse=False) if each.dim() == 3}
+    *first, last = own.values() if len(own) > 1 else (None,)
+    if last is None or any(each is None or each.shape[0] != last.shape[0] for each in first):
+        return {}
+    for out_dim in (1, 2):
+        sizes = last.shape[out_dim], last.shape[3 - out_dim]
+        shapes = [(each.shape[3 - out_dim], each.shape[out_dim]) for each in first if each is not None]
+        if all(width == sizes[0] and inner in (sizes[1], 2 * sizes[1]) for width, inner in shapes):
+            return {name: (out_dim, each) for name, each in own.items()}
+    return {}
 
 
 def styles_of(module: nn.Module, plan: Plan) -> dict[str, tuple[Style, str]]:
@@ -90,7 +115,8 @@ def styles_of(module: nn.Module, plan: Plan) -> dict[str, tuple[Style, str]]:
         if not fitting and style != "replicate":
             raise ConfigurationError(
                 f"tensor_parallel_plan[{pattern!r}] fits no weight of nn.Linear, nn.Embedding, Conv1D or "
-                f"nn.MultiheadAttention. Such weights are {', '.join(list(weights)[:6]) or 'not in this model'}."
+                "nn.MultiheadAttention, and no matrices of experts. Such weights are "
+                f"{', '.join(list(weights)[:6]) or 'not in this model'}."
             )
         for name in fitting:
             styles.setdefault(name, (style, pattern))
@@ -146,7 +172,7 @@ def tied_along_vocabulary(
             is_unused = is_table(child) and child not in inside and style != "replicate"  # such as "shared" of T5
             users.setdefault(parameter, []).append(is_unused or (child in called and style in wanted))
     tied = {each for each, are_cut in users.items() if len(are_cut) > 1 and all(are_cut)}
-    return {each for each in tied if each.shape[0] > each.shape[1] and not each.shape[0] % num_ranks}
+    return {each for each in tied if each.shape[0] > each.shape[1] and each.shape[0] >= num_ranks}
 
 
 def check_sizes(module: nn.Module, plan: Plan, num_ranks: int) -> None:
@@ -158,13 +184,13 @@ def check_sizes(module: nn.Module, plan: Plan, num_ranks: int) -> None:
     if plan == "auto":
         return  # what cannot be divided is left whole
     weights, problems = weights_of(module), []
+    words = {each.num_embeddings for each in module.modules() if is_table(each)}
     for name, (style, pattern) in styles_of(module, plan).items():
         out_dim, weight = weights[name]
         if style in ("colwise", "rowwise"):
-            size = weight.shape[out_dim if style == "colwise" else 1 - out_dim]
-            if size % num_ranks:
+            size = weight.shape[out_dim if style == "colwise" else inputs_of(weight, out_dim)]
+            if size % num_ranks and size not in words:  # a vocabulary is cut all the same
                 kind = "output features" if style == "colwise" else "input features"
-                kind = "rows" if is_table(module.get_submodule(name.rpartition(".")[0])) else kind
                 problems.append(f"{name} has {size} {kind} ({style} by {pattern!r})")
     if problems:
         raise ConfigurationError(

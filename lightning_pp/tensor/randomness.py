@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_pp.tensor.cuts import CutError
+from lightning_pp.tensor.functions import RecordedGroup
+
 if TYPE_CHECKING:
     from lightning_pp.tensor.region import Region
 
@@ -21,21 +24,14 @@ def drawn_by_rank(region: Region, device: torch.device) -> Iterator[None]:
     Afterwards it goes on from that draw. So a recomputation that restores the generator draws the same again, and code
     after the region draws the same on every rank.
     """
+    if isinstance(region.group, RecordedGroup):
+        raise CutError("draws random numbers for a part, which compiled code cannot", frozenset())
     if device.type == "meta" or not region.draws:
         yield
         return
     drawn = int(torch.empty((), dtype=torch.int64).random_().item())  # on the CPU: nothing waits for the device
     seed = (drawn + region.rank * _STEP) % 2**63
-    module = torch if device.type == "cpu" else torch.get_device_module(device)
-    before = torch.get_rng_state() if device.type == "cpu" else module.get_rng_state(device)
-    try:
-        if device.type == "cpu":
-            torch.default_generator.manual_seed(seed)
-        else:
-            module.default_generators[device.index].manual_seed(seed)
+    of_device = () if device.type == "cpu" else torch.get_device_module(device).default_generators
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        (of_device[device.index] if of_device else torch.default_generator).manual_seed(seed)
         yield
-    finally:
-        if device.type == "cpu":
-            torch.set_rng_state(before)
-        else:
-            module.set_rng_state(before, device)

@@ -26,7 +26,8 @@ from lightning_pp.split._torch_private import version_of
 from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.record.products import PRODUCTS
 from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark
-from lightning_pp.tensor.functions import copy_to_region, gathered, sum_of_region, taken_part
+from lightning_pp.tensor.functions import move
+from lightning_pp.tensor.parts import pieces_of
 
 Rule = Callable[["Region", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -118,7 +119,7 @@ class Region(TorchFunctionMode):
                     raise CutError("has no rule for sharded tensors", origins_of(args, kwargs))
                 return rule(self, func, args, kwargs)
             except CutError as error:
-                writes = name.endswith("_") and not name.endswith("__")
+                writes = name.endswith("_") and not name.endswith("__") and cut_of(args[0]) is not None
                 if not writes and any(cut.tokens for _, cut in cuts_of(args, kwargs)):
                     return self._rerun(func, name, rule, *self.whole_again((args, kwargs)))
                 error.name = error.name or name
@@ -148,7 +149,7 @@ class Region(TorchFunctionMode):
         """A whole tensor for use on parts: its gradient is summed over the ranks, once for all uses in a unit's run."""
         if cut_of(whole) is not None or not (torch.is_grad_enabled() and whole.requires_grad):
             return whole
-        return self._once(whole, "copied", lambda: copy_to_region(whole, self.group))
+        return self._once(whole, "copied", lambda: move(whole, "keep", "sum", self.group))
 
     def gathered(self, part: Tensor, *, sums: bool) -> Tensor:
         """The whole of a tensor that is cut, gathered once for all uses of one kind."""
@@ -156,7 +157,8 @@ class Region(TorchFunctionMode):
         assert cut is not None
         sums = sums and len(cut.segments) == 1
         kind = "for products" if sums else "whole"
-        return self._once(part, kind, lambda: gathered(part, cut.dim, cut.segments, self.group, sums=sums))
+        back = "scatter" if sums else "take"
+        return self._once(part, kind, lambda: move(part, "join", back, self.group, cut.dim, cut.segments))
 
     def _once(self, tensor: Tensor, kind: str, function: Callable[[], Tensor]) -> Tensor:
         if not self._is_open:  # of a result, after the unit has run
@@ -185,13 +187,17 @@ class Region(TorchFunctionMode):
 
     def summed(self, partial: Tensor) -> Tensor:
         """The sum of what the ranks have computed."""
-        return sum_of_region(partial, self.group)
+        return move(partial, "sum", "keep", self.group)
+
+    def first_of(self, segments: Sequence[int]) -> int:
+        """Where in a dimension this rank's part begins."""
+        return pieces_of(segments, self.rank, self.num_ranks)[0][0]
 
     def part(self, whole: Tensor, dim: int, segments: Sequence[int], origins: frozenset[str] = frozenset()) -> Tensor:
         """This rank's part of a whole tensor, in segments of ``dim``."""
         if any(length % self.num_ranks for length in segments):
             raise CutError(f"needs segments {list(segments)} in {self.num_ranks} equal parts", origins)
-        return taken_part(whole, dim, segments, self.group)
+        return move(whole, "take", "join", self.group, dim, tuple(segments))
 
     def fitted(self, tensor: Any, position: int, cut: Cut) -> Any:
         """``tensor`` for use beside one that is cut at ``position``, counted from its last dimension as 1.

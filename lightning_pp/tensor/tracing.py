@@ -21,7 +21,8 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers
 from lightning_pp.split.fakes.fake_mode import FakeValueMode
 from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark
-from lightning_pp.tensor.plans import Style
+from lightning_pp.tensor.parts import TensorPart, pieces_of
+from lightning_pp.tensor.plans import Style, experts_of
 from lightning_pp.tensor.region import Region
 from lightning_pp.tensor.rules import RULES
 
@@ -75,6 +76,13 @@ class UnitTracer:
         self._names: dict[int, str] = {}
         self._num_ranks = group.size()
         self._sequence_parallel, self._gathers = sequence_parallel, gathers
+        self._experts = {
+            f"{prefix}.{name}" if prefix else name: (out_dim, number == len(own) - 1)
+            for prefix, child in unit.named_modules()
+            for own in [experts_of(child)]
+            for number, (name, (out_dim, _)) in enumerate(own.items())
+        }
+        self._met: set[str] = set()
         self._num_parameters = sum(each.numel() for each in unit.parameters())
 
     def find(self, args: Any, kwargs: Any) -> Found:
@@ -87,7 +95,10 @@ class UnitTracer:
             self._found, self._columns = {}, []
             try:
                 self._run(args, kwargs)
-                return self._found
+                unmet = {name for name in self._experts if name in self._found}.difference(self._met)
+                if not unmet:
+                    return self._found
+                self._learn(CutError("no product of them was met without data", frozenset(unmet)))
             except CutError as error:
                 self._learn(error)
             except ConfigurationError:
@@ -101,9 +112,13 @@ class UnitTracer:
     def _run(self, args: Any, kwargs: Any) -> None:
         parameters = {f"unit.{name}": self._fake(each) for name, each in self.unit.named_parameters()}
         self._names = {id(each): name.removeprefix("unit.") for name, each in parameters.items()}
+        for name, (out_dim, is_last) in self._experts.items():  # cut before they are met: code takes one of them first
+            parameters[f"unit.{name}"] = self._cut_expert(name, parameters[f"unit.{name}"], out_dim, is_last)
         buffers = {f"unit.{name}": self._fake(each) for name, each in self.unit.named_buffers()}
         region = Region(self.group, RULES, self._sequence_parallel, self._adopt)
-        args, kwargs = map_leaves(self._fake_leaf, own_containers((args, kwargs)))
+        args, kwargs = map_leaves(
+            lambda leaf: self._fake(leaf) if isinstance(leaf, Tensor) else leaf, own_containers((args, kwargs))
+        )
         with torch.no_grad(), self._mode.making_up(), region.entered():
             output = torch.func.functional_call(
                 Inside(self.unit, self.unit.forward), {**parameters, **buffers}, args, kwargs
@@ -112,6 +127,18 @@ class UnitTracer:
             output = region.whole_again(output, self._gathers)
         check_whole(output)
 
+    def _cut_expert(self, name: str, weight: Tensor, out_dim: int, is_last: bool) -> Tensor:
+        style = self._styles.get(name, ("replicate", ""))[0]
+        is_row = style == "rowwise" or (style == "auto" and is_last)
+        dim = 3 - out_dim if is_row else out_dim
+        segments = self._segments.get(name, (weight.shape[dim],))
+        if style == "replicate" or name in self._whole or any(length % self._num_ranks for length in segments):
+            return weight
+        self._found[name] = dim, segments
+        if not is_row:
+            self._columns.append(name)
+        return self._narrowed(weight, dim, segments, name)
+
     def _fake(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() and tensor.device.type == "cpu":
             return tensor.clone()  # masks and counters, which code may read
@@ -119,16 +146,12 @@ class UnitTracer:
             fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
 
-    def _fake_leaf(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        with self._mode:
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
-
     def _adopt(
         self, weight: Tensor, bias: Tensor | None, x: Tensor, out_dim: int, num_groups: int = 1
     ) -> tuple[Tensor, Tensor | None]:
         """Decides how a weight is cut when it is first met."""
+        own = cut_of(weight)
+        self._met |= own.origins if own is not None else set()
         name = self._names.get(id(weight))
         if name is None or name not in self._styles:
             return weight, bias
@@ -162,7 +185,9 @@ class UnitTracer:
         if cut is not None or weight.shape[dim] % num_groups:
             return None
         segments = self._segments.get(name, (weight.shape[dim] // num_groups,) * num_groups)
-        if any(length % self._num_ranks for length in segments):
+        of_words = len(segments) == 1 and dim == (0 if is_table else out_dim) and (is_table or self._gathers)
+        of_words = of_words and segments[0] >= self._num_ranks  # a vocabulary is cut unevenly where it has to be
+        if any(length % self._num_ranks for length in segments) and not of_words:
             if style == "auto":
                 return None
             raise ConfigurationError(
@@ -174,8 +199,8 @@ class UnitTracer:
         return dim, segments
 
     def _narrowed(self, whole: Tensor, dim: int, segments: tuple[int, ...], name: str) -> Tensor:
-        local = whole.narrow(dim, 0, whole.shape[dim] // self._num_ranks)
-        return mark(local, Cut(dim, segments, frozenset([name])))
+        local_shape = TensorPart(dim, whole.shape, pieces_of(segments, self.group.rank(), self._num_ranks)).local_shape
+        return mark(whole.narrow(dim, 0, local_shape[dim]), Cut(dim, segments, frozenset([name])))
 
     def _learn(self, error: CutError) -> None:
         """Cuts what caused the error in segments, or leaves it whole.

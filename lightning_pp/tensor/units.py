@@ -19,7 +19,7 @@ from lightning_pp.tensor.check import UnitCheck
 from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark
 from lightning_pp.tensor.head import HeadOfRanks
 from lightning_pp.tensor.parts import TensorPart, part_of, pieces_of
-from lightning_pp.tensor.plans import Plan, Style, check_sizes, plan_of_model, styles_of, weights_of
+from lightning_pp.tensor.plans import Plan, Style, check_sizes, inputs_of, plan_of_model, styles_of, weights_of
 from lightning_pp.tensor.region import Region
 from lightning_pp.tensor.rules import RULES
 from lightning_pp.tensor.tracing import Found, UnitTracer, check_whole
@@ -79,7 +79,7 @@ class TensorParallelUnits:
         self._calls: dict[str, tuple[Any, Any]] = {}
         self._notes: list[str] = []
         self.reasons: dict[str, str] = {}
-        self._forwards: list[_CutForward] = []
+        self._forwards: list[CutForward] = []
         self._head, self.defers_logits = head, False
         self._shared = _shared_between(self._units).difference(tied).union(whole)
         self._planned: dict[str, tuple[Found, dict[str, str]]] = {}
@@ -205,7 +205,9 @@ class TensorParallelUnits:
         return {
             name: (style, pattern)
             for name, (style, pattern) in styles_of(self._module, own).items()
-            if not weights[name][1].shape[weights[name][0] if style == "colwise" else 1 - weights[name][0]] % size
+            # matrices of experts need to be observed
+            if weights[name][1].dim() == 2
+            and not weights[name][1].shape[weights[name][0] if style == "colwise" else 1 - weights[name][0]] % size
         }
 
     def _found(
@@ -244,7 +246,7 @@ class TensorParallelUnits:
         vars(unit)["forward"] = forward
         self._forwards.append(forward)
 
-    def _forward(self, name: str, found: Found, patterns: dict[str, str]) -> _CutForward:
+    def _forward(self, name: str, found: Found, patterns: dict[str, str]) -> CutForward:
         unit, prefix, slots = self._units[name], f"{name}." if name else "", []
         parts = {key: self.parts[prefix + key] for key in found}
         for key, (dim, segments) in found.items():
@@ -253,12 +255,12 @@ class TensorParallelUnits:
             cut = Cut(dim, segments, frozenset([key]))
             slots.append(_Slot(unit.get_submodule(parent), attribute, key, cut, parts[key].local_shape))
         region = Region(self._group, RULES, self._sequence_parallel)
-        forward = _CutForward(name, unit, slots, parts, region, patterns, name == self._head)
+        forward = CutForward(name, unit, slots, parts, region, patterns, name == self._head)
         forward.defers = self.defers_logits and name == self._head
         return forward
 
 
-class _CutForward:
+class CutForward:
     """What stands in the place of a unit's forward.
 
     It is an object, so that a copy of the unit gets one of its own.
@@ -274,19 +276,18 @@ class _CutForward:
         patterns: Mapping[str, str],
         gathers: bool,
     ) -> None:
-        self._patterns, self._gathers = patterns, gathers
+        self._patterns, self.is_head = patterns, gathers
         self.defers = False
         self.name, self.unit, self.parts = name, unit, parts
         self.check: UnitCheck | None = None
         self.original = unit.forward
-        self._slots = slots
-        self._region = region
+        self.slots, self.region = slots, region
 
-    # torch.compile cannot follow rules that ask how each tensor is cut: such units run eagerly
+    # torch.compile cannot follow rules that ask how each tensor is cut (see :mod:`.compiling`)
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the unit on this rank's parts."""
-        has_all_data = all(has_data(each) for each in leaves_of((args, kwargs)) if _is_tensor(each))
+        has_all_data = self.has_data(args, kwargs)
         if self.check is not None and has_all_data:
             check, self.check = self.check, None
             check.run(self, args, kwargs)
@@ -297,13 +298,22 @@ class _CutForward:
             cut = cut_of(logits)
             if cut is None:
                 return logits
-            return HeadOfRanks(self.name, cut.size, logits, frozenset(), self._region).logits()
+            return HeadOfRanks(self.name, cut.size, logits, frozenset(), self.region).logits()
         except CutError as error:
             raise SplitError(
-                f"Unit {self.name!r} ({type(self.unit).__name__}) cannot run on {self._region.num_ranks} tensor ranks: "
+                f"Unit {self.name!r} ({type(self.unit).__name__}) cannot run on {self.region.num_ranks} tensor ranks: "
                 f"{error}. {self.cuts()} Leave whole what leads to this ({', '.join(sorted(error.origins))}), with "
                 "'replicate' in tensor_parallel_plan."
             ) from error
+
+    @staticmethod
+    def has_data(args: Any, kwargs: Any) -> bool:
+        """Whether no tensor among arguments is a fake or on the meta device."""
+        return all(has_data(each) for each in leaves_of((args, kwargs)) if _is_tensor(each))
+
+    def has_parts(self) -> bool:
+        """Whether parameters have the shapes of this rank's parts."""
+        return all(getattr(slot.owner, slot.attribute).shape == slot.local_shape for slot in self.slots)
 
     def run(self, args: Any, kwargs: Any, *, is_checked: bool = False, joins: bool = True) -> Any:
         """Runs the unit on this rank's parts.
@@ -314,17 +324,17 @@ class _CutForward:
             is_checked: Whether dropout is off, and draws nothing.
             joins: Whether the columns of a head are gathered.
         """
-        for slot in self._slots:
+        for slot in self.slots:
             parameter = getattr(slot.owner, slot.attribute)
             if cut_of(parameter) is None and parameter.shape == slot.local_shape:
                 mark(parameter, slot.cut)
-        region = self._region
+        region = self.region
         region.draws = not is_checked
         with region.entered():
             output = self.original(*args, **kwargs)
-        if self._gathers and not joins:
+        if self.is_head and not joins:
             return output
-        output = region.whole_again(output, self._gathers)
+        output = region.whole_again(output, self.is_head)
         check_whole(output)
         return output
 
@@ -346,7 +356,7 @@ def _as_planned(unit: nn.Module, styles: Mapping[str, tuple[Style, str]], num_ra
     weights = weights_of(unit)
     for name, (style, _) in styles.items():
         out_dim, weight = weights[name]
-        if style == "colwise":
+        if style == "colwise" and not weight.shape[out_dim] % num_ranks:
             size = weight.shape[out_dim]
             num = 3 if name.endswith("in_proj_weight") else 1
             found[name] = out_dim, (size // num,) * num
@@ -354,7 +364,8 @@ def _as_planned(unit: nn.Module, styles: Mapping[str, tuple[Style, str]], num_ra
             if any(bias == each for each, _ in unit.named_parameters()):
                 found[bias] = 0, (size // num,) * num
         elif style == "rowwise":
-            found[name] = 1 - out_dim, (weight.shape[1 - out_dim],)
+            dim = inputs_of(weight, out_dim)
+            found[name] = dim, (weight.shape[dim],)
     return found
 
 

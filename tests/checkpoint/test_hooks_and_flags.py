@@ -53,6 +53,7 @@ def load_renamed(layout: tuple[int, int] | None, path: Path) -> tuple[dict[str, 
     return weights(module), metrics["val_loss"]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "single_file"])
 def test_edits_of_on_load_checkpoint_are_loaded(pool: WorkerPool, tmp_path: Path, sharded: bool) -> None:
     """Renamed, computed, cut, joined and added entries, in a layout that is not the saved one."""

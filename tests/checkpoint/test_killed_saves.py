@@ -43,7 +43,7 @@ def keep_saving(rank: int, port: int, folder: Path, mode: str, told: Connection)
     """Saves versions 0, 1, ... without end; every value in a version is its number. Rank 0 tells when one begins."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=20))
     mesh = init_device_mesh("cpu", (NUM_RANKS, 1), mesh_dim_names=("pipeline", "data_parallel"))
     module = nn.Module()
     whole = {f"layers.{layer}.weight": layer * NUM_RANKS // LAYERS for layer in range(LAYERS)}

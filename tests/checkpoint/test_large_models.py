@@ -101,6 +101,7 @@ def validated(path: Path, **config: Any) -> tuple[float, int]:
     return metrics["val_loss"], sum(parameter.numel() for parameter in module.parameters())
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("kind", ["directory", "shards", "base_model", "state_dict"])
 def test_initial_weights(pool: WorkerPool, tmp_path: Path, kind: str) -> None:
     """Hugging Face directories with their own names, whole or in shards; a tied head needs no name of its own."""

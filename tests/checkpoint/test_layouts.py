@@ -75,6 +75,7 @@ def test_resume_through_three_layouts(pool: WorkerPool, tmp_path: Path, optimize
         assert all(whole == {"state_dict": {}, "optimizer_states": [{}]} for whole in wholes[1:])
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_every_layout_saves_the_same(pool: WorkerPool, tmp_path: Path, layout: tuple[int, int], tied: bool) -> None:

@@ -49,6 +49,7 @@ def to_folder(source: Path, target: Path, layout: tuple[int, int], **arguments: 
     save_sharded(target, part.held, trainer_state)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "adamw_named"])
 def test_round_trip_of_a_single_file_is_exact(pool: WorkerPool, tmp_path: Path, optimizer: str) -> None:
     plain, _ = train(tmp_path, 1, optimizer=optimizer)
@@ -63,6 +64,7 @@ def test_round_trip_of_a_single_file_is_exact(pool: WorkerPool, tmp_path: Path, 
         assert piped["state_dict"]._metadata == original["state_dict"]._metadata
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_plain_trainer_resumes_with_the_same_weights(pool: WorkerPool, tmp_path: Path, optimizer: str) -> None:
     plain, _ = train(tmp_path, 1, optimizer=optimizer)

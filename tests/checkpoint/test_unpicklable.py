@@ -113,7 +113,7 @@ def fit(
     return data.loaded, [str(each.message) for each in caught if "pickled" in str(each.message)], weights(module)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @BOTH
 @pytest.mark.parametrize("bad", [(0, 1), (1,)], ids=["all", "another_rank"])
 def test_a_loader_whose_state_cannot_be_pickled(

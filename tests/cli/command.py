@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pool import fork_context, torchrun_environ
+from pool_worker import freeze
 from torch.distributed import TCPStore
 
 import lightning_pp
@@ -138,6 +139,7 @@ def _run_module(module: str, arguments: list[str], folder: Path, environment: di
     os.chdir(folder)
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     sys.argv[1:] = arguments
+    freeze()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

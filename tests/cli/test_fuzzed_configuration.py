@@ -71,7 +71,7 @@ def _named(name: str, value: Any, text: str) -> bool:
     return name in text or (isinstance(value, str) and value.strip() != "" and value in text)
 
 
-@settings(max_examples=200, deadline=timedelta(seconds=20), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=timedelta(seconds=20), suppress_health_check=[HealthCheck.too_slow])
 @given(fields=overrides)
 def test_fields_of_the_strategy(fields: dict[str, Any]) -> None:
     def make() -> Any:
@@ -83,7 +83,7 @@ def test_fields_of_the_strategy(fields: dict[str, Any]) -> None:
     check(fields, make)
 
 
-@settings(max_examples=60, deadline=timedelta(seconds=10), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=timedelta(seconds=10), suppress_health_check=[HealthCheck.too_slow])
 @given(seconds=st.one_of(numbers, words, st.none()))
 def test_timeouts(seconds: Any) -> None:
     def make() -> Any:

@@ -88,7 +88,13 @@ def test_the_page_has_every_kind() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+# by day tests/parity/steps trains models of these kinds
+AT_NIGHT = ("Documents", "Speech")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] if kind in AT_NIGHT else []) for kind in BLOCKS]
+)
 def test_trains_as_on_one_device(pool: WorkerPool, kind: str) -> None:
     ((expected, weights),) = pool.run(train, kind, 1, world_size=1, timeout=120)
     # Muon iterates in bfloat16; a microbatch has scales of its own in float8

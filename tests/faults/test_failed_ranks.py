@@ -67,7 +67,7 @@ USUAL = [
 ]
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(("layout", "fault", "place", "rank"), USUAL)
 def test_every_rank_ends_and_says_why(
     jobs: Jobs, tmp_path: Path, layout: str, fault: str, place: str, rank: int

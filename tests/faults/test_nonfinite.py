@@ -122,7 +122,9 @@ def fit_pipeline(
     settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """In a worker: how the run ended, the losses, and what this rank, or after a whole run the module, has."""
-    strategy = PipelineParallelStrategy(2, replicas, 2, on_nonfinite=mode, **(settings or {}))
+    strategy = PipelineParallelStrategy(
+        2, replicas, 2, on_nonfinite=mode, check_first_batches=False, **(settings or {})
+    )
     trainer = make_trainer(2 * replicas, strategy, folder, **(options or {}))
     module = Module(bad_block)
     ended: tuple[str, str] | None = None
@@ -197,6 +199,7 @@ def test_a_loss_over_the_whole_batch_is_an_error(pool: WorkerPool, tmp_path: Pat
         assert kind == "NonFiniteError" and text.startswith("The loss of the whole batch is inf, in batch 3")
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("bad_block", [0, 3])
 def test_a_gradient_is_an_error_before_the_update_where_it_is(pool: WorkerPool, tmp_path: Path, bad_block: int) -> None:
     """Without a collective the other rank knows of an error when it next needs the first."""
@@ -213,6 +216,7 @@ def test_a_gradient_is_an_error_before_the_update_where_it_is(pool: WorkerPool, 
     assert "This rank ended because rank" in text
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_with_clipping_a_gradient_is_the_same_error_on_every_rank(
     pool: WorkerPool, tmp_path: Path, replicas: int
@@ -236,7 +240,7 @@ def test_with_clipping_a_gradient_is_the_same_error_on_every_rank(
             check_weights(outcome["weights"], expected)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("replicas", "bad_block", "bad_sample", "options"),
     [
@@ -293,7 +297,9 @@ class Breaks(pl.Callback):
 
 
 def save_bad_weights(folder: Path, sharded: bool, mode: str) -> tuple[str, str] | None:
-    strategy = PipelineParallelStrategy(2, 1, 2, on_nonfinite=mode, save_distributed_checkpoint=sharded)
+    strategy = PipelineParallelStrategy(
+        2, 1, 2, on_nonfinite=mode, save_distributed_checkpoint=sharded, check_first_batches=False
+    )
     keeper = pl.callbacks.ModelCheckpoint(folder, "kept", every_n_train_steps=1, enable_version_counter=False)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -313,6 +319,7 @@ def save_bad_weights(folder: Path, sharded: bool, mode: str) -> tuple[str, str] 
     return None
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("sharded", [True, False])
 def test_weights_that_are_not_finite_replace_no_checkpoint(pool: WorkerPool, tmp_path: Path, sharded: bool) -> None:
     for kind, text in pool.run(save_bad_weights, tmp_path, sharded, "error", world_size=2):

@@ -22,6 +22,7 @@ def check_losses(ranks: list[dict[str, Any]], folder: Path) -> None:
         assert rank["left_as_it_was"]
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("of_rank", [None, 0, 1])
 def test_a_logger_that_fails_in_all_it_is_asked(of_rank: int | None, pool: WorkerPool, tmp_path: Path) -> None:
     ranks = pool.run(fit_with, "failing", str(tmp_path), PIPELINE, False, of_rank, world_size=PIPELINE)

@@ -66,7 +66,7 @@ def losses(how: str, batches: tuple[int, ...], devices: int) -> list[float | Non
     return module.losses
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize(
     ("how", "batches"), [("before the units", (1, 5)), ("after the units", (1,)), ("before the units", (1, 2, 6))]
@@ -110,7 +110,7 @@ WAYS_OUT = {
 }
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("fault", WAYS_OUT)
 def test_whatever_ends_the_check_of_a_first_batch_ends_it_on_all_ranks(

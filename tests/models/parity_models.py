@@ -133,6 +133,37 @@ class LlamaFloat64Loss(Llama):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
 
 
+class MixtralFloat64Loss(LlamaFloat64Loss):
+    """Mixtral of transformers, whose experts are in parameters of three dimensions, without its balance loss."""
+
+    def build(self) -> None:
+        from transformers_by_hand import mixtral  # transformers take seconds to import
+
+        self.model = mixtral().model
+
+
+def with_odd_vocabulary(model: nn.Module) -> nn.Module:
+    """A model of its class with one word more, which no even number of ranks divides."""
+    model.config.vocab_size = VOCAB + 1
+    return type(model)(model.config)
+
+
+class OddGPT2(GPT2Float64Loss):
+    """With tied embeddings of an odd number of words."""
+
+    def build(self) -> None:
+        super().build()
+        self.model = with_odd_vocabulary(self.model)
+
+
+class OddLlama(LlamaFloat64Loss):
+    """With an embedding and a head of an odd number of words."""
+
+    def build(self) -> None:
+        super().build()
+        self.model = with_odd_vocabulary(self.model)
+
+
 class T5(SettingsModule):
     """T5 of transformers: the decoder reads the encoder's output and mask; its loss is in the dtype of the logits."""
 
@@ -326,6 +357,9 @@ MODELS: dict[str, type[SettingsModule]] = {
     "gpt2_float64_loss": GPT2Float64Loss,
     "llama": Llama,
     "llama_float64_loss": LlamaFloat64Loss,
+    "mixtral_float64_loss": MixtralFloat64Loss,
+    "odd_gpt2": OddGPT2,
+    "odd_llama": OddLlama,
     "t5": T5,
     "demo_transformer": DemoTransformer,
     "residual_mlp": ResidualMLP,
@@ -339,6 +373,9 @@ DATASETS: dict[str, Callable[[int, torch.Generator], list[Any]]] = {
     "gpt2_float64_loss": _gpt2_samples,
     "llama": _llama_samples,
     "llama_float64_loss": _llama_samples,
+    "mixtral_float64_loss": _llama_samples,
+    "odd_gpt2": _gpt2_samples,
+    "odd_llama": _llama_samples,
     "t5": _t5_samples,
     "demo_transformer": _demo_samples,
     "residual_mlp": _mlp_samples,

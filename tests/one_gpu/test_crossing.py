@@ -169,7 +169,7 @@ def count_messages(device_type: str, message_bytes: int) -> tuple[int, int, int,
     strategy = trainer.strategy
     assert isinstance(strategy, PipelineParallelStrategy) and strategy.engine.last_training_step is not None
     schedule, split = strategy.engine.last_training_step[0], strategy.engine.split
-    edges = [(e.source, e.target, e.spec.num_bytes, e.has_gradient) for e in split.step_plan().edges]
+    edges = [(e.source, e.target, *[e.spec.num_bytes] * 2, e.has_gradient) for e in split.step_plan().edges]
     return counts.most_posted, counts.most_sent, counts.most, message_peaks(schedule, edges)[strategy.engine.rank]
 
 

@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.planning.hardware.links import Links, LinkSpeed, Message, links_measured, transfer_times
+from lightning_pp.planning.hardware.links import Links, LinkSpeed, links_measured, transfer_times
+from lightning_pp.planning.plan_summary import CrossingSummary
 from lightning_pp.schedule import Placement, StageCosts, build_schedule
 
 INSIDE, BETWEEN = LinkSpeed(100e9, 0.01), LinkSpeed(10e9, 0.05)
 MIB = 1 << 20
+
+
+def message(source: int, target: int, forward_bytes: int, gradient_bytes: int) -> CrossingSummary:
+    return CrossingSummary("", source, target, 0, 0, (), "", forward_bytes, gradient_bytes)
 
 
 def ms(link: LinkSpeed, num_bytes: int) -> float:
@@ -40,7 +45,7 @@ def test_ranks_are_on_nodes_as_launchers_number_them(num_replicas: int, ranks_pe
 
 def test_each_edge_takes_its_links_latency_and_bytes() -> None:
     placement = Placement.interleaved(4)
-    messages = [Message(stage, stage + 1, 8 * MIB, 4 * MIB) for stage in range(3)]
+    messages = [message(stage, stage + 1, 8 * MIB, 4 * MIB) for stage in range(3)]
     p2p, back = transfer_times(messages, placement, Links(INSIDE, BETWEEN, ranks_per_node=2))
     assert p2p == pytest.approx((ms(INSIDE, 8 * MIB), ms(BETWEEN, 8 * MIB), ms(INSIDE, 8 * MIB), 0.0))
     assert back == pytest.approx((0.0, ms(INSIDE, 4 * MIB), ms(BETWEEN, 4 * MIB), ms(INSIDE, 4 * MIB)))
@@ -48,7 +53,7 @@ def test_each_edge_takes_its_links_latency_and_bytes() -> None:
 
 def test_what_shares_a_link_shares_its_bandwidth_and_kinds_are_beside_each_other() -> None:
     placement = Placement.interleaved(4)
-    messages = [Message(0, 1, 8 * MIB, 0), Message(0, 1, 2 * MIB, 0), Message(0, 3, 3 * MIB, 3 * MIB)]
+    messages = [message(0, 1, 8 * MIB, 0), message(0, 1, 2 * MIB, 0), message(0, 3, 3 * MIB, 3 * MIB)]
     p2p, back = transfer_times(messages, placement, Links(INSIDE, BETWEEN, ranks_per_node=2))
     assert p2p[0] == pytest.approx(max(ms(INSIDE, 10 * MIB), ms(BETWEEN, 3 * MIB)))
     assert back == pytest.approx((0.0, 0.0, 0.0, ms(BETWEEN, 3 * MIB)))
@@ -58,7 +63,7 @@ def test_what_shares_a_link_shares_its_bandwidth_and_kinds_are_beside_each_other
 
 def test_stages_of_one_rank_send_each_other_nothing() -> None:
     placement = Placement.v_shaped(2)
-    messages = [Message(stage, stage + 1, MIB, MIB) for stage in range(3)]
+    messages = [message(stage, stage + 1, MIB, MIB) for stage in range(3)]
     p2p, back = transfer_times(messages, placement, Links(INSIDE, BETWEEN))
     assert p2p[1] == back[2] == 0.0
     assert p2p[0] == p2p[2] == back[1] == back[3] == ms(INSIDE, MIB)
@@ -67,7 +72,7 @@ def test_stages_of_one_rank_send_each_other_nothing() -> None:
 def test_a_step_has_each_transfer_of_the_way_there_and_back_once() -> None:
     """One microbatch on p equal stages: p forwards and backwards, and every link in both directions."""
     placement = Placement.interleaved(4)
-    messages = [Message(stage, stage + 1, 8 * MIB, 4 * MIB) for stage in range(3)]
+    messages = [message(stage, stage + 1, 8 * MIB, 4 * MIB) for stage in range(3)]
     p2p, back = transfer_times(messages, placement, Links(INSIDE, BETWEEN, ranks_per_node=2))
     schedule = build_schedule("1f1b", num_ranks=4, num_microbatches=1)
     made = schedule.simulate(StageCosts(2.0, 1.0, 1.0, p2p=p2p, p2p_back=back)).makespan

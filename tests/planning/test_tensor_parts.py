@@ -92,17 +92,17 @@ def test_a_layer_sums_twice_in_forward_and_twice_in_backward(size: int) -> None:
     one_sum = 2 * ONE_ACTIVATION * (size - 1) / size  # bytes that a rank receives in a ring
     # the input of the first layer needs no gradient, but its output of a norm does
     for unit in ("layers.0", "layers.1", "layers.2"):
-        assert on_parts.traffic_of(unit) == ((2, 2 * one_sum), (2, 2 * one_sum))
+        assert on_parts.traffic_of(unit) == ((2, 2 * one_sum), (2, 2 * one_sum), (0, 0.0))
     again = with_recomputation(recording, True).counted
     assert isinstance(again, OnParts)
     # up to the input of the last product, which is the last tensor that autograd keeps
-    assert again.traffic_of("layers.1") == ((2, 2 * one_sum), (3, 3 * one_sum))
+    assert again.traffic_of("layers.1") == ((2, 2 * one_sum), (2, 2 * one_sum), (1, one_sum))
 
 
 def test_what_is_left_whole_is_told() -> None:
     on_parts = recorded(3).on_parts
     assert on_parts is not None and "leaves 100.0% of the parameters whole on all 3 ranks" in on_parts.about
-    assert on_parts.traffic_of("layers.0") == ((0, 0.0), (0, 0.0))
+    assert on_parts.traffic_of("layers.0") == ((0, 0.0),) * 3
 
 
 def test_sizes_of_a_plan_that_do_not_divide_are_told() -> None:
@@ -110,6 +110,46 @@ def test_sizes_of_a_plan_that_do_not_divide_are_told() -> None:
         ConfigurationError, match=r"tensor_parallel_size=3 does not divide .*layers\.0\.up\.weight has 128"
     ):
         recorded(3, {"*.up": "colwise", "*.down": "rowwise"})
+
+
+class WithHead(pl.LightningModule):
+    """Ends with logits of 64 words for 16 tokens."""
+
+    def __init__(self, takes_cross_entropy: bool) -> None:
+        super().__init__()
+        self.takes_cross_entropy = takes_cross_entropy
+        self.embed, self.norm, self.head = (
+            nn.Embedding(64, WIDTH),
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 64, bias=False),
+        )
+
+    def training_step(self, tokens: Tensor, batch_idx: int = 0) -> Tensor:
+        logits = self.head(self.norm(self.embed(tokens))).float()[:, :-1]
+        if not self.takes_cross_entropy:
+            return torch.logsumexp(logits, -1).mean() - logits.mean()
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("takes_cross_entropy", [True, False])
+@pytest.mark.parametrize("defers", [True, False])
+def test_a_rank_keeps_the_logits_of_its_words_for_a_cross_entropy(takes_cross_entropy: bool, defers: bool) -> None:
+    module, tokens = WithHead(takes_cross_entropy).bfloat16(), torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    whole, on_parts = (
+        record_model(
+            module,
+            device=torch.device("cpu"),
+            step=lambda run: module.training_step(run.own(tokens)),
+            with_gradients=True,
+            patterns=None,
+            num_stages=2,
+            how=RecordingOptions(tensor=TensorRanks(size, defers_logits=defers)),
+        ).counted.record.tail.memory.saved.values()
+        for size in (1, 4)
+    )
+    of_all_words = max(whole)
+    assert of_all_words >= BATCH * (LENGTH - 1) * 64 * 4  # in float32
+    assert max(on_parts) == (of_all_words // 4 if takes_cross_entropy and defers else of_all_words)
 
 
 class Noted(LlamaFloat64Loss):
@@ -136,7 +176,7 @@ def train_and_count() -> tuple[dict[str, int], dict[str, int]]:
     split, own = engine.split, list(module.parameters())
     assert len(split.tensor_parts) > 4
     model = MemoryModel.of(strategy.options.sharding, 1, StepDtypes(), optimizer=run.optimizers[0])
-    estimate = model.estimate(split.counted.record, split.partition, split.placement, split.parameter_sizes())
+    estimate = model.estimate(split.counted.record, split.partition, split.placement, split.parameter_sizes)
     state = estimate.stages[0].state
     thought = {
         "parameters": state.parameters_bytes,

@@ -257,7 +257,7 @@ def test_float8_that_cannot_be_is_refused(base: Path, overrides: list[str], told
 AT_NIGHT = ("causal_lm", "gpt2_124m", "llama_8b", "moe", "own", "t5")
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=[pytest.mark.nightly] if name in AT_NIGHT else []) for name in RECIPE_NAMES]
 )

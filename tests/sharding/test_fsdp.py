@@ -112,7 +112,7 @@ def test_gradients_in_any_order(pool: WorkerPool) -> None:
     assert_exact(pool, [{"order": order} for order in ORDERS], 2)
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     "case",
     [

@@ -109,6 +109,7 @@ def differences(shape: tuple[int, ...]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("world_size", "shape"), [(2, (2,)), (4, (2, 2))], ids=["shard", "hsdp"])
 def test_updates_are_those_of_whole_parameters(pool: WorkerPool, world_size: int, shape: tuple[int, ...]) -> None:
     for found in pool.run(differences, shape, world_size=world_size, process_group=True, timeout=120):

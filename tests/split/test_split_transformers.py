@@ -14,7 +14,7 @@ CASES: list[Any] = [(name, 3) for name in transformers_by_hand.ARCHITECTURES] + 
 CASES += [pytest.param(*case, marks=pytest.mark.nightly) for case in (("gpt2", 4), ("llama", 2), ("t5", 2), ("t5", 4))]
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize(("name", "num_stages"), CASES)
 def test_training_equals_the_whole_model(name: str, num_stages: int) -> None:
     compare(
@@ -43,6 +43,7 @@ def test_training_with_every_layer_run_again_equals_the_whole_model(name: str) -
     )
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", ["gpt2", "t5", "clip", "mixtral"])
 def test_evaluation_equals_the_whole_model(name: str) -> None:
     compare_evaluation(transformers_by_hand.ARCHITECTURES[name][0], transformers_by_hand.batches_of(name)[0], 3)

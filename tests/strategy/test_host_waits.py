@@ -144,7 +144,7 @@ def waits_of_batches(
     return callback.found[2:]
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("mode", "clip", "has_unused", "most"),
     [

@@ -162,6 +162,7 @@ def fitted_by_two(is_sharded: bool, *args: Any) -> dict[str, Tensor]:
     return fitted(Layout("1f1b", 2, 1, 2).strategy(save_distributed_checkpoint=is_sharded), 2, *args)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("is_sharded", [True, False])
 def test_checkpoints_go_from_one_stage_to_two_and_back(pool: WorkerPool, tmp_path: Path, is_sharded: bool) -> None:
     expected = fitted("auto", 1, 3, None, None)

@@ -189,6 +189,7 @@ def held_fit(replicas: int, progress_bar: bool) -> float:
     return float(run.callback_metrics["loss"])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("replicas", "progress_bar"), [(1, True), (2, False)])
 def test_a_rank_begins_the_next_step_before_the_last_one_has_ended(
     pool: WorkerPool, replicas: int, progress_bar: bool
@@ -317,7 +318,7 @@ def reading_fit(devices: int, every: int, ranks: tuple[int, ...]) -> Any:
     }
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("every", "readers"), [(1, (0, 1)), (3, (0, 1)), (3, (0,)), (3, (1,))])
 def test_whoever_looks_sees_what_one_device_has(pool: WorkerPool, every: int, readers: tuple[int, ...]) -> None:
     expected = reading_fit(1, every, (0,))

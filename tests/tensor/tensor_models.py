@@ -110,6 +110,8 @@ def make(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     with torch.no_grad():
         for parameter in unit.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)  # biases and norms that are not zero and one
+    if name.endswith("grouped_mm"):  # which fakes have in this dtype only
+        return unit.bfloat16(), tuple(each.bfloat16() for each in args), kwargs
     return unit.double(), args, kwargs
 
 
@@ -131,10 +133,36 @@ def _make(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     return _transformer(name)
 
 
+def _experts(kind: str, implementation: str) -> nn.Module:
+    """A router with experts whose matrices are in two parameters, computed by a loop ("eager") or all at once."""
+    from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    block: Any
+    config: Any
+    sizes = {"hidden_size": WIDTH, "num_experts_per_tok": 2, "experts_implementation": implementation}
+    if kind.startswith("mixtral"):
+        width = 13 if kind.endswith("odd") else 16
+        block, config = MixtralSparseMoeBlock, MixtralConfig(num_local_experts=4, intermediate_size=width, **sizes)
+    elif kind == "qwen3_moe":
+        block, config = Qwen3MoeSparseMoeBlock, Qwen3MoeConfig(num_experts=4, moe_intermediate_size=16, **sizes)
+    else:
+        block, config = GptOssMLP, GptOssConfig(num_local_experts=4, intermediate_size=16, **sizes)
+    unit: nn.Module = block(config)
+    with torch.no_grad():
+        for parameter in unit.parameters():  # which are not initialised
+            parameter.normal_(std=0.5)
+    return unit
+
+
 def _transformer(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     import transformers
 
     kind, _, attention = name.partition("-")
+    if kind in ("mixtral", "mixtral_odd", "qwen3_moe", "gpt_oss"):
+        return _experts(kind, attention), (hidden(),), {}
     attention = attention or "sdpa"
     sizes = {"num_hidden_layers": 1, "attn_implementation": attention}
     if kind in ("llama", "llama_one_key_head"):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tensor_models import make
 from torch import Tensor, nn
 
+from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.split.data.tree import leaves_of, map_leaves
 from lightning_pp.tensor import TensorParallelUnits, whole_of
 
@@ -33,8 +34,10 @@ def outcome(unit: nn.Module, args: Any, kwargs: Any) -> tuple[list[Tensor], list
     return [each.detach() for each in results], [torch.zeros_like(e) if e.grad is None else e.grad for e in inputs]
 
 
-def compare(name: str, plan: Any = "auto", observes: bool = True, sequence_parallel: bool = False) -> dict[str, Any]:
-    """The largest difference from one device, with what was cut."""
+def compare(
+    name: str, plan: Any = "auto", observes: bool = True, sequence_parallel: bool = False, backend: str | None = None
+) -> dict[str, Any]:
+    """The largest difference from one device, with what was cut; compiled with ``backend``."""
     unit, args, kwargs = make(name)
     alone = copy.deepcopy(unit)
     results, input_grads = outcome(alone, args, kwargs)
@@ -46,9 +49,17 @@ def compare(name: str, plan: Any = "auto", observes: bool = True, sequence_paral
     if observes:
         units.observe("unit", args, kwargs)
     units.shard()
-    units.check_next_calls()
+    counter, compiled = None, None
+    if backend is None:
+        units.check_next_calls()
+    else:
+        from torch._dynamo.testing import CompileCounterWithBackend
+
+        counter = CompileCounterWithBackend(backend)
+        compiled = CompiledUnits({"unit": unit}, {"backend": counter})
+        compiled.attach()
     got, got_grads = outcome(unit, args, kwargs)
-    largest = 0.0
+    largest, scale = 0.0, max(each.abs().max().item() for each in [*results, *input_grads])
     for want, given in zip([*results, *input_grads], [*got, *got_grads], strict=True):
         largest = max(largest, (want - given).abs().max().item())
     for key, parameter in model.named_parameters():
@@ -61,4 +72,13 @@ def compare(name: str, plan: Any = "auto", observes: bool = True, sequence_paral
             assert parameter.shape == units.parts[key].local_shape != units.parts[key].shape
             grad = whole_of(grad, units.parts[key], dist.group.WORLD)
         largest = max(largest, (want - grad).abs().max().item())
-    return {"error": largest, "parts": units.parts, "report": units.report(), "reasons": units.reasons}
+    found = {
+        "error": largest,
+        "largest": scale,
+        "parts": units.parts,
+        "report": units.report(),
+        "reasons": units.reasons,
+    }
+    if counter is not None and compiled is not None:
+        found |= {"num_graphs": counter.frame_count, "uncompiled": compiled.uncompiled()}
+    return found

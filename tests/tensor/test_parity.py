@@ -62,6 +62,39 @@ def test_auto_on_two_ranks(names: list[str], sequence_parallel: bool, pool: Work
             assert outcome["error"] < 1e-9, name
 
 
+MIXTURES = [
+    f"{kind}-{how}" for kind in ("mixtral", "qwen3_moe", "gpt_oss") for how in ("eager", "batched_mm", "grouped_mm")
+]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence"])
+def test_matrices_of_all_experts_in_one_parameter(sequence_parallel: bool, pool: WorkerPool) -> None:
+    for outcomes in pool.run(compare_all, MIXTURES, sequence_parallel, process_group=True, timeout=120):
+        for name, outcome in outcomes.items():
+            inner = outcome["parts"]["unit.experts.down_proj"]
+            assert {key.removeprefix("unit.experts.") for key in outcome["parts"]} == {"gate_up_proj", "down_proj"}
+            assert inner.dim == (1 if name.startswith("gpt_oss") else 2) and inner.shape[inner.dim] == 16, name
+            rounding = 0.02 * outcome["largest"] if name.endswith("grouped_mm") else 1e-9  # the first are in bfloat16
+            assert outcome["error"] < rounding, name
+            router = "unit.router.weight" if name.startswith("gpt_oss") else "unit.gate.weight"
+            assert router in outcome["report"], name
+
+
+def test_a_dict_of_patterns_for_experts(pool: WorkerPool) -> None:
+    plan = {"*.experts.gate_up_proj": "colwise", "*.experts.down_proj": "rowwise"}
+    for outcome in pool.run(compare, "mixtral-batched_mm", plan, process_group=True, timeout=120):
+        gates = outcome["parts"]["unit.experts.gate_up_proj"]
+        assert len(gates.pieces) == 2, "gates and values are cut each"
+        assert outcome["error"] < 1e-9
+
+
+def test_experts_of_an_odd_width_stay_whole_and_are_told(pool: WorkerPool) -> None:
+    for outcome in pool.run(compare, "mixtral_odd-batched_mm", process_group=True, timeout=120):
+        assert not outcome["parts"] and outcome["error"] < 1e-9
+        assert "leaves 100.0% of the parameters whole" in outcome["report"]
+        assert "unit.experts.gate_up_proj, unit.experts.down_proj" in outcome["report"]
+
+
 def test_auto_on_four_ranks(pool: WorkerPool) -> None:
     names = ["block", "gated", "encoder_layer", "llama", "gpt2", "t5", "experts"]
     for outcomes in pool.run(compare_all, names, world_size=4, process_group=True, timeout=120):

@@ -25,5 +25,11 @@ def test_parts_gather_to_the_whole(pool: WorkerPool) -> None:
             assert torch.equal(whole, again)
 
 
+def test_parts_of_different_sizes_gather_to_the_whole(pool: WorkerPool) -> None:
+    for whole, again in pool.run(gathered, (6,), 0, world_size=4, process_group=True):
+        assert torch.equal(whole, again)
+
+
 def test_a_rank_holds_its_share_of_each_segment() -> None:
+    assert [pieces_of((6,), rank, 4) for rank in range(4)] == [((0, 2),), ((2, 4),), ((4, 5),), ((5, 6),)]
     assert pieces_of((8, 4), 1, 4) == ((2, 4), (9, 10))

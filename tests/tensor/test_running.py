@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +28,17 @@ from lightning_pp.runtime.split_backward.deferral import (
 from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.fakes.fake_mode import FakeValueMode
 from lightning_pp.tensor import TensorParallelUnits, part_of, whole_of
+from lightning_pp.tensor.aside import FLOPS_PER_BYTE
 
 
-def sharded(unit: nn.Module, *args: Any, plan: Any = "auto", **kwargs: Any) -> TensorParallelUnits:
+def sharded(
+    unit: nn.Module, *args: Any, plan: Any = "auto", sequence_parallel: bool = False, **kwargs: Any
+) -> TensorParallelUnits:
     """Cuts ``unit``, by the name "unit", over all ranks."""
     assert dist.group.WORLD is not None
-    units = TensorParallelUnits(nn.ModuleDict({"unit": unit}), {"unit": unit}, plan, dist.group.WORLD)
+    units = TensorParallelUnits(
+        nn.ModuleDict({"unit": unit}), {"unit": unit}, plan, dist.group.WORLD, sequence_parallel=sequence_parallel
+    )
     units.observe("unit", args or (hidden(),), kwargs)
     units.shard()
     return units
@@ -47,26 +56,121 @@ def error_of(unit: nn.Module, units: TensorParallelUnits, wanted: nn.Module) -> 
     return largest
 
 
-def deferred(name: str) -> tuple[int, int, float]:
+def deferred(name: str, flops_per_byte: float, sequence_parallel: bool) -> tuple[int, float]:
     unit, args, kwargs = make(name)
     alone = copy.deepcopy(unit)
     outcome(alone, args, kwargs)
-    units = sharded(unit, *args, **kwargs)
+    units = sharded(unit, *args, sequence_parallel=sequence_parallel, **kwargs)
+    assert dist.group.WORLD is not None
+    FLOPS_PER_BYTE[dist.group.WORLD] = flops_per_byte
     queue = WeightGradientQueue()
     with weight_gradients_deferrable():
         with collect_weight_gradients(queue):
             outcome(unit, args, kwargs)
-        matrices = [each for each in unit.parameters() if each.dim() == 2 and each.grad is None]
-        num_waiting = len(queue)
+        num_without_grad = sum(each.dim() == 2 and each.grad is None for each in unit.parameters())
+        assert len(queue) == num_without_grad
         queue.run()
-    return num_waiting, len(matrices), error_of(unit, units, alone)
+    return num_without_grad, error_of(unit, units, alone)
 
 
-def test_weight_gradients_wait_as_those_of_whole_weights_do(pool: WorkerPool) -> None:
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence_parallel"])
+def test_weight_gradients_wait_or_run_beside_communication(sequence_parallel: bool, pool: WorkerPool) -> None:
     for name, num_matrices in (("viewed", 4), ("gpt2", 4), ("llama", 7), ("encoder_layer", 4)):
-        for num_waiting, num_without_grad, error in pool.run(deferred, name, process_group=True):
-            assert num_waiting == num_without_grad == num_matrices
-            assert error < 1e-9
+        waiting = []
+        for rate in (0.0, 1.0, 1.5, 3.0, 1e9):
+            first, second = pool.run(deferred, name, rate, sequence_parallel, process_group=True)
+            assert first[0] == second[0]
+            assert max(first[1], second[1]) < 1e-9
+            waiting.append(first[0])
+        assert waiting == sorted(waiting, reverse=True) and (waiting[0], waiting[-1]) == (num_matrices, 0)
+        assert any(0 < number < num_matrices for number in waiting), (name, waiting)
+
+
+def beside_a_late_rank(file: Path) -> tuple[bool, bool]:
+    """The second rank begins its backward once the first one has weight gradients, in the midst of its own."""
+    unit = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)).double()
+    sharded(unit)
+    assert dist.group.WORLD is not None
+    FLOPS_PER_BYTE[dist.group.WORLD] = 1e9
+    store, has_ended = dist.FileStore(str(file), 2), threading.Event()
+
+    def tell() -> None:
+        while unit[0].weight.grad is None and not has_ended.is_set():
+            time.sleep(0.001)
+        store.set("added", str(has_ended.is_set()))
+
+    queue = WeightGradientQueue()
+    with weight_gradients_deferrable():
+        output = unit(hidden().requires_grad_())
+        if dist.get_rank() == 0:
+            watcher = threading.Thread(target=tell)
+            watcher.start()
+        else:
+            store.wait(["added"], timedelta(seconds=60))
+        with collect_weight_gradients(queue):
+            output.sum().backward()
+    has_ended.set()
+    return store.get("added") == b"False", len(queue) == 0
+
+
+def test_weight_gradients_are_added_before_a_sum_has_ended(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(beside_a_late_rank, tmp_path / "store", process_group=True) == [(True, True)] * 2
+
+
+def accumulated(flops_per_byte: float, is_for_w: bool) -> list[Tensor]:
+    """Gradients of three microbatches, whose W run after all I."""
+    unit, args, kwargs = make("llama")
+    sharded(unit, *args, **kwargs)
+    assert dist.group.WORLD is not None
+    FLOPS_PER_BYTE[dist.group.WORLD] = flops_per_byte
+    queues = [WeightGradientQueue() for _ in range(3)]
+    with weight_gradients_deferrable():
+        for queue in queues:
+            queue.is_for_w = is_for_w
+            args = map_leaves(lambda leaf: leaf * 1.5, args)
+            with collect_weight_gradients(queue):
+                outcome(unit, args, kwargs)
+        for queue in queues:
+            queue.run()
+    return [each.grad for each in unit.parameters() if each.grad is not None]
+
+
+def test_sums_are_the_same_whatever_runs_beside_communication(pool: WorkerPool) -> None:
+    wanted = pool.run(accumulated, 0.0, True, process_group=True)
+    for rate, is_for_w in ((1.5, True), (3.0, True), (1e9, True), (3.0, False)):
+        for found, whole in zip(pool.run(accumulated, rate, is_for_w, process_group=True), wanted, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+
+
+def of_full_backward(name: str) -> tuple[int, int]:
+    """How many weight gradients wait after the backward of a B, and how many there are."""
+    unit, args, kwargs = make(name)
+    sharded(unit, *args, **kwargs)
+    assert dist.group.WORLD is not None
+    FLOPS_PER_BYTE[dist.group.WORLD] = 0.0
+    queue = WeightGradientQueue()
+    queue.is_for_w = False
+    with weight_gradients_deferrable(), collect_weight_gradients(queue):
+        outcome(unit, args, kwargs)
+    return len(queue), sum(each.dim() == 2 for each in unit.parameters())
+
+
+def test_without_a_w_nothing_is_kept_that_no_communication_needs(pool: WorkerPool) -> None:
+    assert pool.run(of_full_backward, "llama", process_group=True) == [(0, 7)] * 2
+
+
+def measured() -> float:
+    unit, args, kwargs = make("block")
+    sharded(unit, *args, **kwargs)
+    assert dist.group.WORLD is not None
+    with weight_gradients_deferrable(), collect_weight_gradients(WeightGradientQueue()):
+        outcome(unit, args, kwargs)
+    return FLOPS_PER_BYTE[dist.group.WORLD]
+
+
+def test_ranks_agree_on_how_much_runs_beside_communication(pool: WorkerPool) -> None:
+    first, second = pool.run(measured, process_group=True)
+    assert first == second > 0
 
 
 def checkpointed(name: str) -> float:

@@ -42,7 +42,8 @@ EMBEDDINGS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "plain": (lambda: nn.Embedding(WORDS, WIDTH), {"weight"}),
     "padded": (lambda: nn.Embedding(WORDS, WIDTH, padding_idx=WORDS - 1), {"weight"}),
     "inside": (Summed, {"words.weight"}),
-    "odd": (lambda: nn.Embedding(WORDS + 1, WIDTH), set()),
+    "odd": (lambda: nn.Embedding(WORDS + 1, WIDTH), {"weight"}),
+    "odd and padded": (lambda: nn.Embedding(WORDS + 1, WIDTH, padding_idx=WORDS - 1), {"weight"}),
     "renormalized": (lambda: nn.Embedding(WORDS, WIDTH, max_norm=1.0), set()),
     "scaled": (lambda: nn.Embedding(WORDS, WIDTH, scale_grad_by_freq=True), set()),
 }
@@ -105,7 +106,7 @@ def labels() -> Tensor:
 
 
 def flat(logits: Tensor) -> Tensor:
-    return logits.reshape(-1, WORDS)
+    return logits.reshape(-1, logits.shape[-1])
 
 
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -121,7 +122,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
         F.cross_entropy(flat(logits), labels().flatten()) + 0.1 * logits.logsumexp(-1).square().mean()
     ),
     "weighted": lambda logits: F.cross_entropy(
-        flat(logits), labels().flatten(), weight=torch.linspace(0, 1, WORDS, dtype=torch.float64)
+        flat(logits), labels().flatten(), weight=torch.linspace(0, 1, logits.shape[-1], dtype=torch.float64)
     ),
     "log_softmax": lambda logits: F.nll_loss(F.log_softmax(logits[:, 1:], -1).flatten(0, 1), tokens()[:, 1:].flatten()),
     "some classes": lambda logits: logits[..., 3:5].square().sum() + logits.argmax(-1).sum(),
@@ -129,16 +130,16 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def make_head() -> nn.Linear:
+def make_head(num_words: int = WORDS) -> nn.Linear:
     torch.manual_seed(0)
-    return nn.Linear(WIDTH, WORDS).double()
+    return nn.Linear(WIDTH, num_words).double()
 
 
-def losses() -> dict[str, float]:
+def losses(num_words: int) -> dict[str, float]:
     """The largest error of each loss and its gradients."""
     found = {}
     for name, loss_of in LOSSES.items():
-        alone, unit = make_head(), make_head()
+        alone, unit = make_head(num_words), make_head(num_words)
         units = cut(unit, hidden(), head="unit")
         assert set(units.parts) == {"unit.weight", "unit.bias"}
         x, y = hidden().requires_grad_(), hidden().requires_grad_()
@@ -151,8 +152,9 @@ def losses() -> dict[str, float]:
     return found
 
 
-def test_losses_of_logits_by_classes(pool: WorkerPool) -> None:
-    for found in pool.run(losses, process_group=True):
+@pytest.mark.parametrize(("num_words", "num_ranks"), [(WORDS, 2), (WORDS + 1, 2), (WORDS + 1, 3)])
+def test_losses_of_logits_by_classes(pool: WorkerPool, num_words: int, num_ranks: int) -> None:
+    for found in pool.run(losses, num_words, world_size=num_ranks, process_group=True):
         # float32 inside of it rounds
         assert {name for name, error in found.items() if error > (1e-6 if name == "module" else 1e-9)} == set()
 

@@ -42,7 +42,7 @@ class Collectives:
             links: What messages take. Of a group with ranks on several nodes, all wait for the links between these.
         """
         state, num_stages = model.state, split.placement.num_stages
-        parameters = split.parameter_sizes()
+        parameters = split.parameter_sizes
         among_shards = links.of_neighbours(state.num_shards * sizes.tensor)
         among_all = links.of_neighbours(sizes.data_parallel * sizes.tensor)
         gather, scatter, copies = [0.0] * num_stages, [0.0] * num_stages, [0.0] * num_stages

@@ -18,7 +18,7 @@ from lightning_pp.planning.hardware.devices import (
     bandwidth_of_named,
     flops_per_byte,
 )
-from lightning_pp.planning.hardware.links import Links, Message, transfer_times
+from lightning_pp.planning.hardware.links import Links, transfer_times
 from lightning_pp.planning.model_cutter import Cut
 from lightning_pp.planning.plan_summary import CrossingSummary
 from lightning_pp.planning.schedules.given_costs import given_costs
@@ -249,19 +249,21 @@ class Costs:
         return self._with_messages(scaled(costs, 1e3 / self._speed.flops_per_s), split, crossings)
 
     def _with_messages(self, costs: StageCosts, split: SplitModel, crossings: Sequence[CrossingSummary]) -> StageCosts:
-        """``costs`` with what goes between stages, and in F and I what units wait for among tensor ranks."""
-        messages = [Message(one.source, one.target, one.forward_bytes, one.gradient_bytes) for one in crossings]
-        p2p, p2p_back = transfer_times(messages, split.placement, self._speed.links)
+        """``costs`` with what goes between stages, and in F and I what tensor ranks communicate, beside a part of W."""
+        p2p, p2p_back = transfer_times(crossings, split.placement, self._speed.links)
         costs, on_parts = replace(costs, p2p=p2p, p2p_back=p2p_back), split.on_parts
         if on_parts is None:
             return costs
         resolved, link = costs.per_stage(split.placement.num_stages), self._speed.links.of_neighbours(on_parts.size)
-        forward, backward_input = list(resolved.forward), list(resolved.backward_input)
+        times = {name: list(getattr(resolved, name)) for name in ("forward", "backward_input", "backward_weight")}
         for unit, stage in split.partition.stage_of_unit.items():
-            in_forward, in_backward = on_parts.traffic_of(unit)
-            forward[stage] += link.ms(in_forward.num_bytes, in_forward.number)
-            backward_input[stage] += link.ms(in_backward.num_bytes, in_backward.number)
-        return replace(costs, forward=forward, backward_input=backward_input)
+            in_forward, beside, again = (link.ms(each.num_bytes, each.number) for each in on_parts.traffic_of(unit))
+            for name, ms in zip(times, (in_forward, beside + again, -beside), strict=True):
+                times[name][stage] = max(0.0, times[name][stage] + ms)
+        for one in crossings:
+            times["forward"][one.target] += link.ms(one.joined_bytes)
+            times["backward_input"][one.source] += link.ms(one.joined_bytes) if one.gradient_bytes else 0.0
+        return replace(costs, **times)
 
     def _units(self, cut: Cut) -> Mapping[str, UnitCost]:
         """Costs of units, in FLOPs or, where they are measured, in milliseconds."""

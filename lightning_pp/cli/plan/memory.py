@@ -98,5 +98,5 @@ class PlanMemory:
         return [limit_bytes - rank.bytes_beside_activations for rank in self._estimate(split).ranks]
 
     def _estimate(self, split: SplitModel, schedule: Schedule | None = None) -> MemoryEstimate:
-        record, sizes = split.counted.record, split.parameter_sizes()
+        record, sizes = split.counted.record, split.parameter_sizes
         return self._model.estimate(record, split.partition, split.placement, sizes, schedule)

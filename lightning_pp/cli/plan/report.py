@@ -129,8 +129,7 @@ def print_check(console: Console, cutter: ModelCutter, split: SplitModel, about:
     """Prints where a module can be cut, and a cut of it."""
     summary = summarize_cut(split)
     groups = inseparable_groups(split.record)
-    num_stages = split.placement.num_stages
-    print_stages(console, cutter, summary, f"can be cut into {num_stages} stages")
+    print_stages(console, cutter, summary, f"can be cut into {split.placement.num_stages} stages")
     console.print(Text(f"recorded: {about}"), soft_wrap=True)
     console.print(
         f"units: {summary.num_called_units}; possible cuts: {len(groups) - 1}, before each unit but the first"
@@ -226,11 +225,10 @@ def _unit_rows(units: Sequence[UnitSummary]) -> Iterator[tuple[str, str, str, st
 
 def _crossing_text(crossing: CrossingSummary) -> Text:
     back = f", {numbers.size(crossing.gradient_bytes)} back" if crossing.gradient_bytes else ", no gradient"
-    where = "" if crossing.is_sent else " (same rank, not sent)"
     return Text.assemble(
         (f"→ stage {crossing.target}", "cyan"),
         f": {crossing.value} {list(crossing.shape)} {crossing.dtype}, ",
-        f"{numbers.size(crossing.forward_bytes)}{back}{where}",
+        f"{numbers.size(crossing.forward_bytes)}{back}{'' if crossing.is_sent else ' (same rank, not sent)'}",
     )
 
 

@@ -34,6 +34,7 @@ from lightning_pp.schedule.registry import is_schedule_file
 from lightning_pp.split.fakes.without_memory import parameters_without_memory
 from lightning_pp.split.record.source_lines import innermost_user_line
 from lightning_pp.strategy import PipelineParallelStrategy
+from lightning_pp.strategy.parameters.tensor_units import refuse_other_updates
 from lightning_pp.strategy.plan_only import look_at_cuts
 
 _GIB = float(1 << 30)
@@ -203,6 +204,8 @@ def _look(request: Request, cutter: ModelCutter, console: Console, tell: Callabl
     limit_gib = config.device_memory_gib if config.device_memory_gib is not None else options.device_memory_gib
     limit = None if limit_gib is None else limit_gib * _GIB
     cut = cutter.split(cutter.placement())
+    if cutter.optimizer is not None and cut.split.on_parts is not None:  # as training does
+        refuse_other_updates(cutter.optimizer, cut.split.on_parts.cut_parameters)
     memory = cutter.memory_model
     planner = Planner(cutter, costs, PlanMemory(memory), limit)
     if config.check:

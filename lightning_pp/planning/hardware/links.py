@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import Placement
+
+if TYPE_CHECKING:
+    from lightning_pp.planning.plan_summary import CrossingSummary
 
 # Bytes per second from a device to its neighbours in a node and at the same time back, in 10⁹, by the makers' data
 # sheets, which give the sum of both directions; names as Lightning has them. All others go over PCIe.
@@ -79,24 +82,8 @@ class Links:
         return self.inside if self.ranks_per_node is None or self.ranks_per_node % number == 0 else self.between
 
 
-class Message(NamedTuple):
-    """What crosses between two stages for one microbatch.
-
-    Attributes:
-        source: The stage that makes it.
-        target: The stage that needs it.
-        forward_bytes: Bytes that go there.
-        gradient_bytes: Bytes that come back.
-    """
-
-    source: int
-    target: int
-    forward_bytes: int
-    gradient_bytes: int
-
-
 def transfer_times(
-    messages: Iterable[Message], placement: Placement, links: Links
+    messages: Iterable[CrossingSummary], placement: Placement, links: Links
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """``p2p`` and ``p2p_back`` of :class:`~lightning_pp.schedule.StageCosts`, by stage, in milliseconds.
 

@@ -119,7 +119,7 @@ class DeviceMemory:
         """
         model = replace(self.model.with_optimizer(optimizer), trains=True)
         if model != self.model:
-            sizes, record = split.parameter_sizes(), split.counted.record
+            sizes, record = split.parameter_sizes, split.counted.record
             estimate = model.estimate(record, split.partition, split.placement, sizes, schedule)
             what = f"training with {type(optimizer).__name__}, for which the model was not cut,"
             self._check(self._needs(estimate, split.placement), split.partition, split.placement, schedule, what)

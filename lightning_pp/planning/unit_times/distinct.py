@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from lightning_pp.planning.alike_units import kind_of
 from lightning_pp.planning.stage_model import RecordedModel
 from lightning_pp.split.cut.partition import inseparable_groups
 from lightning_pp.split.record.step_record import Reads, UnitCall
@@ -47,29 +48,16 @@ def calls_of(recording: RecordedModel, units: Sequence[str]) -> list[UnitCall]:
 
 def _work_of(recording: RecordedModel, group: Group) -> Hashable:
     record, fakes = recording.record, recording.fake_parameters
-    calls = tuple(_work_of_call(recording, call) for call in calls_of(recording, group.units))
-    parameters = tuple(
-        (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-        for unit in group.units
-        for _, parameter in recording.units[unit].named_parameters(remove_duplicate=False)
+    calls = tuple(
+        (
+            kind_of(call, recording.units[call.unit], fakes.names),
+            _work_of_code(call.reads),
+            len(call.reads.nearest),
+            call.unit in record.recomputed_units,
+        )
+        for call in calls_of(recording, group.units)
     )
-    return calls, parameters, fakes.compute_dtype, _work_of_code(record.tail) if group.is_last else None
-
-
-def _work_of_call(recording: RecordedModel, call: UnitCall) -> Hashable:
-    outputs = tuple((leaf.spec, leaf.requires_grad) for leaf in call.leaves)
-    return (
-        type(recording.units[call.unit]),
-        frozenset(call.work.items()),
-        _work_of_code(call.reads),
-        call.shapes,
-        outputs,
-        len(call.reads.nearest),
-        len(call.left),
-        call.unit in recording.record.recomputed_units,
-        call.region is not None,
-        call.num_regions_inside,
-    )
+    return calls, fakes.compute_dtype, _work_of_code(record.tail) if group.is_last else None
 
 
 def _work_of_code(reads: Reads) -> Hashable:

@@ -36,23 +36,24 @@ class DeferringBackend:
 
     Args:
         options: Of ``torch.compile``, for the graphs; those of :data:`CAPTURE_OPTIONS` are not used.
+        defers: Whether weight gradients wait; otherwise graphs are compiled as they are.
 
     Attributes:
         kept: Weights of graphs compiled so far whose gradients stay in the backward; for the caller to empty.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any], defers: bool = True) -> None:
         self._options = {name: value for name, value in options.items() if name not in CAPTURE_OPTIONS}
-        self.kept: list[Tensor] = []
+        self._defers, self.kept = defers, list[Tensor]()
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _TappedGraph(module, self._options, self.kept)
+        return _TappedGraph(module, self._options, self.kept if self._defers else None)
 
 
 class _TappedGraph:
     """A graph that is compiled at its first call, when its parameters are there."""
 
-    def __init__(self, module: fx.GraphModule, options: Mapping[str, Any], kept: list[Tensor]) -> None:
+    def __init__(self, module: fx.GraphModule, options: Mapping[str, Any], kept: list[Tensor] | None) -> None:
         self._module = module
         self._options = options
         self._kept = kept
@@ -71,40 +72,41 @@ class _TappedGraph:
         device = weights[0].device
 
         def zero_of(dtype: torch.dtype) -> Tensor:
-            zero = self._zeros.get(dtype)
-            if zero is None:
-                zero = self._zeros[dtype] = torch.zeros((), dtype=dtype, device=device)
-            return zero
+            if dtype not in self._zeros:
+                self._zeros[dtype] = torch.zeros((), dtype=dtype, device=device)
+            return self._zeros[dtype]
 
         dummies = make_dummies(zero_of, self._shapes(args), *weights)
         return self._compiled(*args, *dummies)
 
-    def _compile(self, args: Sequence[Any]) -> Callable[..., Any]:
+    def _find_products(self, args: Sequence[Any], kept: list[Tensor]) -> None:
         try:
             self._products = find_products(self._module, args, values_of(self._module, args))
         except Exception as error:  # an operation that fakes do not know: the graph is compiled as it is
             _log.debug("weight gradients stay in a compiled backward: %s", error)
         deferred = {product.parameter for product in self._products}
-        self._kept += [args[index] for index in weights_in_use(self._module, args) if index not in deferred]
+        kept += [args[index] for index in weights_in_use(self._module, args) if index not in deferred]
+
+    def _compile(self, args: Sequence[Any]) -> Callable[..., Any]:
+        if self._kept is not None:
+            self._find_products(args, self._kept)
         module = with_taps(self._module, self._products)
-        is_dynamic = any(isinstance(arg, int) for arg in args)
 
         def call(*given: Any) -> Any:
             return module(*given)
 
         # torch.compile keeps what it has compiled with the code of a function, and counts it there
         own = FunctionType(call.__code__.replace(), call.__globals__, "compiled_graph", None, call.__closure__)
-        return torch.compile(own, **self._options, fullgraph=True, dynamic=is_dynamic)
+        return torch.compile(own, **self._options, fullgraph=True, dynamic=any(isinstance(arg, int) for arg in args))
 
     def _shapes(self, args: Sequence[Any]) -> list[ProductShapes]:
         """The shapes of the products; with sizes among the inputs they depend on them."""
         key: tuple[Any, ...] = ()
         if any(isinstance(arg, int) for arg in args):
             key = tuple(arg.shape if isinstance(arg, Tensor) else arg for arg in args)
-        found = self._known.get(key)
-        if found is None:
+        if key not in self._known:
             if len(self._known) >= _MOST_SHAPES:
                 self._known.clear()
             values = values_of(self._module, args)
-            found = self._known[key] = [product.shapes(values) for product in self._products]
-        return found
+            self._known[key] = [product.shapes(values) for product in self._products]
+        return self._known[key]

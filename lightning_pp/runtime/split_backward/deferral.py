@@ -26,6 +26,7 @@ gradients back are found by :func:`delayed_weight_gradient_modules` and handed t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -48,26 +49,21 @@ __all__ = [
 ]
 
 
-class _Deferrable:
+class _Scope:
     """A class, and not a generator, which would cost more than all that is done; without state, so one is enough."""
 
+    def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        self._enter, self._leave = enter, leave
+
     def __enter__(self) -> None:
-        INSTALLATION.enter()
+        self._enter()
 
     def __exit__(self, *_: object) -> None:
-        INSTALLATION.leave()
+        self._leave()
 
 
-class _NotDeferrable:
-    def __enter__(self) -> None:
-        INSTALLATION.pause()
-
-    def __exit__(self, *_: object) -> None:
-        INSTALLATION.resume()
-
-
-_DEFERRABLE = _Deferrable()
-_NOT_DEFERRABLE = _NotDeferrable()
+_DEFERRABLE = _Scope(INSTALLATION.enter, INSTALLATION.leave)
+_NOT_DEFERRABLE = _Scope(INSTALLATION.pause, INSTALLATION.resume)
 
 
 def weight_gradients_deferrable() -> AbstractContextManager[None]:

@@ -7,9 +7,12 @@ of and nothing of the graph.
 
 from __future__ import annotations
 
+import math
 import threading
+from bisect import bisect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import torch
@@ -18,6 +21,7 @@ from torch.nn import Parameter
 
 from lightning_pp.runtime._torch_private import base_of
 from lightning_pp.runtime.split_backward.wide_products import add_wide_product, multiplies_into, wide_product
+from lightning_pp.tensor.aside import BESIDE
 
 # (how to add the gradient, the weight, its two factors, whatever else the operation needs)
 Entry = tuple[Callable[[Tensor, Tensor, Tensor, Any], None], Tensor, Tensor, Tensor, Any]
@@ -39,12 +43,14 @@ class WeightGradientQueue:
 
     Attributes:
         watched: While it is a set, every W of the process adds the shapes of the parameters that it is for.
+        is_for_w: Whether a W follows. If not (a B), :meth:`run_some` keeps no more than the next call can use.
     """
 
     watched: ClassVar[set[torch.Size] | None] = None
-    __slots__ = ("_entries", "_is_owing", "_modules", "_num_collecting")
+    __slots__ = ("_entries", "_is_owing", "_modules", "_num_collecting", "is_for_w")
 
     def __init__(self) -> None:
+        self.is_for_w = True
         self._entries: list[Entry] = []
         self._modules: list[DelaysWeightGradient] = []
         self._num_collecting = 0
@@ -125,6 +131,20 @@ class WeightGradientQueue:
                 for parameter in module.parameters():
                     on_complete(parameter)
 
+    def run_some(self, flops: float) -> None:
+        """Computes the first of what is queued, about ``flops`` of it, while tensor ranks communicate in I."""
+        costs = [  # a convolution's options are a tuple, and each number of its output takes a whole filter
+            2.0 * left.numel() * (math.prod(weight.shape[1:]) if isinstance(extra, tuple) else weight.shape[-1])
+            for _, weight, left, _, extra in self._entries
+        ]
+        middles = [end - cost / 2 for end, cost in zip(accumulate(costs), costs, strict=True)]
+        number = bisect(middles, flops if self.is_for_w else max(flops, sum(costs) - flops))
+        some, self._entries = self._entries[:number], self._entries[number:]
+        if some:
+            if (watched := WeightGradientQueue.watched) is not None:
+                watched.update(_parameter_of(entry[1]).shape for entry in some)
+            _add_all(some)
+
     def clear(self) -> None:
         """Drops what is queued without computing it, for a microbatch whose step has failed."""
         self._entries = []
@@ -170,7 +190,7 @@ COLLECTOR = _Collector()
 class _Collecting:
     """A class, and not a generator, which would cost more than all that is done."""
 
-    __slots__ = ("_previous", "_queue")
+    __slots__ = ("_beside", "_previous", "_queue")
 
     def __init__(self, queue: WeightGradientQueue) -> None:
         self._queue = queue
@@ -184,6 +204,7 @@ class _Collecting:
             )
         COLLECTOR.thread_id = thread_id
         COLLECTOR.queue = queue
+        self._beside, BESIDE.run = BESIDE.run, queue.run_some
         queue._num_collecting += 1
         queue._is_owing = True
 
@@ -191,7 +212,7 @@ class _Collecting:
         if error_type is not None:
             self._queue.clear()
         self._queue._num_collecting -= 1
-        COLLECTOR.queue = self._previous
+        COLLECTOR.queue, BESIDE.run = self._previous, self._beside
 
 
 def collect_weight_gradients(queue: WeightGradientQueue) -> AbstractContextManager[None]:

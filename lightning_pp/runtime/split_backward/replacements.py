@@ -214,11 +214,6 @@ def _import_float8() -> Replacement:
     return Replacement(float8.PRODUCT, "apply", original, float8.replace_float8(original, _is_deferrable))
 
 
-def _float8_product() -> Replacement | None:
-    """The product of torchao's float8 linears, if a program has imported them."""
-    return _import_float8() if "torchao.float8.float8_linear" in sys.modules else None
-
-
 class _Installation:
     """How many scopes want the table's replacements and how many want them to rest, and which are in place."""
 
@@ -233,7 +228,7 @@ class _Installation:
             self.num_scopes += 1
             if self.num_scopes > 1:
                 return
-            if (float8 := _float8_product()) is not None and float8 not in TABLE:
+            if "torchao.float8.float8_linear" in sys.modules and (float8 := _import_float8()) not in TABLE:
                 TABLE.append(float8)
             for entry in TABLE:
                 if getattr(entry.owner, entry.name) == entry.original:  # each look at a class method makes another

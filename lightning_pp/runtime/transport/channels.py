@@ -37,6 +37,7 @@ class _Lane(NamedTuple):
         peer: The other side's rank in it.
         tag: Of its receive, from the step's first on; 0 where messages find their receive by order.
         alike: A tensor of its shape and dtype, over the memory of one element.
+        whole: As ``alike`` of the whole tensor, where each tensor rank sends a part; else None.
         is_empty: Whether it has no elements, and is not sent.
         is_complex: Whether its elements are.
         is_bytes: Whether it goes as bytes, since the backend knows no numbers of its kind.
@@ -46,6 +47,7 @@ class _Lane(NamedTuple):
     peer: int
     tag: int
     alike: Tensor
+    whole: Tensor | None
     is_empty: bool
     is_complex: bool
     is_bytes: bool
@@ -77,6 +79,8 @@ class Transport:
         group: The group to use where there is not one per channel; None for the default one.
         name: Of the channels, the same on all ranks of the pipeline, and used once in a job.
         matches_by_tag: Whether messages find their receive by tag; None: on the host they do.
+        tensor_group: The tensor ranks of a stage, which have the same values; None for one. Each sends its part of a
+            large tensor to its counterpart. Those of the receiving stage join the parts: see :meth:`joined`.
     """
 
     def __init__(
@@ -88,12 +92,14 @@ class Transport:
         group: dist.ProcessGroup | None = None,
         name: str = "pipeline",
         matches_by_tag: bool | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._ranks = tuple(ranks)
         self._rank = rank
         self._device = device
         self._matches_by_tag = device.type == "cpu" if matches_by_tag is None else matches_by_tag
-        self._group = group
+        self._group, self._tensor_group = group, tensor_group
+        self._num_senders = 1 if tensor_group is None else tensor_group.size()
         self._name = name
         self._timeout = timeout
         self._channels: dict[tuple[int, int], Any] = {}
@@ -143,8 +149,11 @@ class Transport:
         if id(route) not in self._lanes_of:
             if len(self._lanes_of) >= _MOST_ROUTES:
                 self._lanes_of.clear()
-            messages = self._messages_of(route)
-            self._open_channels_of(messages)
+            departures = (message for stop in route.stops for message in stop.departures)
+            arrivals = (message for messages in route.incoming.values() for message in messages)
+            messages = [message for message in (*departures, *arrivals) if message.sender != message.receiver]
+            if not self._matches_by_tag:
+                self._open_new({(message.sender, message.receiver) for message in messages})
             self._lanes_of[id(route)] = (route, {message.tag: self._lay_out(message) for message in messages})
         self._lanes = self._lanes_of[id(route)][1]
         self._receipts = route.receipts
@@ -152,7 +161,12 @@ class Transport:
     def post(self, stop: Stop) -> None:
         """Posts the receives that are due before the action begins."""
         for message in stop.posts:
-            self._post(message)
+            lane, work = self._lanes[message.tag], None
+            # like another tensor torch makes one in half the time that it takes for a shape, a dtype and a device
+            tensor = torch.empty_like(lane.alike, memory_format=torch.contiguous_format)
+            if not lane.is_empty:
+                work = lane.group.recv([lane.on_wire(tensor)], lane.peer, self._first_tag + lane.tag)
+            self._posted[message.tag] = (work, tensor)
 
     def receive(self, stop: Stop) -> list[tuple[Value, Tensor]]:
         """Waits for everything that the action needs, once :meth:`post` has been called for it."""
@@ -176,6 +190,28 @@ class Transport:
             received.append((message.value, tensor))
         return received
 
+    def joined(self, stop: Stop, received: list[tuple[Value, Tensor]]) -> list[tuple[Value, Tensor]]:
+        """What :meth:`receive` returned, with parts joined. All tensor ranks call this, in the order of actions.
+
+        A joined tensor has memory of its own, so a message that comes later does not overwrite it.
+        """
+        if self._num_senders == 1:
+            return received
+        tensors = []
+        for message, (value, tensor) in zip(stop.arrivals, received, strict=True):
+            like = None if message.sender == self._rank else self._lanes[message.tag].whole
+            if like is not None:
+                with torch.inference_mode(tensor.is_inference()):  # whatever the user's code has set just now
+                    part, tensor = tensor, torch.empty_like(like, memory_format=torch.contiguous_format)
+                    of_all, own = (each.view(-1).view(torch.uint8) for each in (tensor, part))  # for any dtype
+                    dist.all_gather_single(of_all, own, group=self._tensor_group)
+            tensors.append((value, tensor))
+        return tensors
+
+    def sent_bytes(self, message: Message) -> int:
+        """What this rank sends of a message."""
+        return 0 if message.receiver == self._rank else message.spec.sent_bytes(self._num_senders)
+
     def send(self, stop: Stop, tensors: Mapping[Value, Tensor]) -> None:
         """Sends what the action has to send, without waiting for it to arrive."""
         for message in stop.departures:
@@ -186,6 +222,8 @@ class Transport:
                 self._handed_over[message.tag] = tensor
                 continue
             lane = self._lanes[message.tag]
+            if lane.whole is not None:  # a copy, so that the rest of the tensor is not kept
+                tensor = tensor.reshape(self._num_senders, -1)[dist.get_rank(self._tensor_group)].clone()
             if not lane.is_empty:
                 tensor = tensor.contiguous()
                 work = lane.group.send([lane.on_wire(tensor)], lane.peer, self._first_tag + lane.tag)
@@ -210,27 +248,14 @@ class Transport:
         self._posted.clear()
         self._handed_over.clear()
 
-    def _messages_of(self, route: Route) -> list[Message]:
-        """All that the route sends to and receives from other ranks."""
-        departures = (message for stop in route.stops for message in stop.departures)
-        arrivals = (message for messages in route.incoming.values() for message in messages)
-        return [message for message in (*departures, *arrivals) if message.sender != message.receiver]
-
-    def _open_channels_of(self, messages: Iterable[Message]) -> None:
-        """Makes each channel that no earlier route has used, and sends a number over it."""
-        if not self._matches_by_tag:
-            self._open_new({(message.sender, message.receiver) for message in messages})
-
     def _open_new(self, channels: set[tuple[int, int]]) -> None:
+        """Makes each channel that no earlier route has used, and sends a number over it."""
         for channel in opening_order(channels - self._channels.keys()):
-            self._channels[channel] = self._new_channel(channel)
+            source, target = (self._ranks[place] for place in channel)
+            name, place = f"{self._name}/{source}-{target}/", channel.index(self._rank)
+            # on one group for both directions NCCL would run sends and receives one after the other
+            self._channels[channel] = group_of_two(name, place, self._device.type, self._timeout)
             self._open(channel)
-
-    def _new_channel(self, channel: tuple[int, int]) -> Any:
-        """The group of one direction: on one for both NCCL would run sends and receives one after the other."""
-        source, target = (self._ranks[place] for place in channel)
-        name = f"{self._name}/{source}-{target}/"
-        return group_of_two(name, channel.index(self._rank), self._device.type, self._timeout)
 
     def _open(self, channel: tuple[int, int]) -> None:
         number, group = torch.zeros(1, device=self._device), self._channels[channel]
@@ -239,21 +264,16 @@ class Transport:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _post(self, message: Message) -> None:
-        lane, work = self._lanes[message.tag], None
-        # like another tensor torch makes one in half the time that it takes for a shape, a dtype and a device
-        tensor = torch.empty_like(lane.alike, memory_format=torch.contiguous_format)
-        if not lane.is_empty:
-            work = lane.group.recv([lane.on_wire(tensor)], lane.peer, self._first_tag + lane.tag)
-        self._posted[message.tag] = (work, tensor)
-
     def _lay_out(self, message: Message) -> _Lane:
         spec = message.spec
         group, peer = self._group_and_peer(message)
         alike = torch.empty((), dtype=spec.dtype, device=self._device).expand(spec.shape)
+        whole, num_bytes = None, spec.sent_bytes(self._num_senders)
+        if num_bytes < spec.num_bytes:
+            whole, alike = alike, alike[(0,) * alike.dim()].expand(num_bytes // spec.dtype.itemsize)
         tag = message.tag if self._matches_by_tag else 0
         is_bytes = not self._matches_by_tag and spec.dtype not in _DTYPES_OF_NCCL
-        return _Lane(group, peer, tag, alike, not spec.num_bytes, spec.dtype.is_complex, is_bytes)
+        return _Lane(group, peer, tag, alike, whole, not spec.num_bytes, spec.dtype.is_complex, is_bytes)
 
     def _group_and_peer(self, message: Message) -> tuple[Any, int]:
         """What the message goes through, and the other side's rank in it."""

@@ -100,5 +100,6 @@ register(
         build_interleaved_zb,
         "interleaved_1f1b with split backward",
         default_stages_per_rank=2,
+        patterns=lambda request: [_interleaved_zb(k, request) for k in (1, 2)],
     )
 )

@@ -8,6 +8,8 @@ real costs by moving passes of warm-up and cool-down, where the pattern leaves g
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from lightning_pp.schedule.families.choice import MOST_FITTED_ACTIONS
@@ -42,8 +44,8 @@ def _v_half_offsets(p: int, rank: int) -> dict[str, int]:
     }
 
 
-def _pattern(name: str, request: ScheduleRequest) -> Schedule:
-    """The building block of every rank, repeated, with each W in the first free slot after its I."""
+def _patterns(name: str, request: ScheduleRequest) -> list[Schedule]:
+    """One: the building block of every rank, repeated, with each W in the first free slot after its I."""
     p, m = request.num_ranks, request.num_microbatches
     offsets_of = _v_min_offsets if name == "v_min" else _v_half_offsets
     placement = Placement.v_shaped(p)
@@ -61,7 +63,7 @@ def _pattern(name: str, request: ScheduleRequest) -> Schedule:
         weights = inputs + (W - I) * n * m
         weight_slots = _free_slots_after(np.sort(np.concatenate(slots[2:])), np.concatenate(slots))
         programs.append(CodedProgram(in_order(*zip(codes, slots, strict=True), (weights, weight_slots)), n, m))
-    return Schedule(name, placement, m, tuple(programs))
+    return [Schedule(name, placement, m, tuple(programs))]
 
 
 def _free_slots_after(inputs: Codes, taken: Codes) -> Codes:
@@ -77,7 +79,7 @@ def _free_slots_after(inputs: Codes, taken: Codes) -> Codes:
 
 def build_v(name: str, request: ScheduleRequest) -> Schedule:
     """The pattern; in a step of at most ``MOST_FITTED_ACTIONS``, fitted to the costs in the memory of the pattern."""
-    schedule = _pattern(name, request)
+    (schedule,) = _patterns(name, request)
     num_actions = sum(map(len, schedule.programs))
     if num_actions > MOST_FITTED_ACTIONS:
         return schedule
@@ -94,18 +96,16 @@ def build_v(name: str, request: ScheduleRequest) -> Schedule:
     return problem.schedule_of(orders, name)
 
 
-def build_v_min(request: ScheduleRequest) -> Schedule:
-    """The least memory that a V can do with at full rate."""
-    return build_v("v_min", request)
-
-
-def build_v_half(request: ScheduleRequest) -> Schedule:
-    """Half the memory of 1F1B, with less bubble than it."""
-    return build_v("v_half", request)
-
-
-for _name, _build, _summary in (
-    ("v_half", build_v_half, "two stages a rank in a V; half the memory of 1f1b"),
-    ("v_min", build_v_min, "two stages a rank in a V; a third of the memory of 1f1b"),
-):
-    register(Family(_name, _build, _summary, default_stages_per_rank=2, min_stages_per_rank=2, max_stages_per_rank=2))
+for _name, _share in (("v_half", "half"), ("v_min", "a third")):
+    register(
+        Family(
+            _name,
+            partial(build_v, _name),
+            f"two stages a rank in a V; {_share} of the memory of 1f1b",
+            default_stages_per_rank=2,
+            min_stages_per_rank=2,
+            max_stages_per_rank=2,
+            patterns=partial(_patterns, _name),
+            is_fitted=True,
+        )
+    )

@@ -72,5 +72,7 @@ register(
         default_stages_per_rank=2,
         min_stages_per_rank=2,
         max_stages_per_rank=2,
+        patterns=lambda request: [build_zb_v_by_hand(request)],
+        is_fitted=True,
     )
 )

@@ -34,6 +34,7 @@ class _Flow(NamedTuple):
     sender: int
     receiver: int
     num_bytes: int
+    used_bytes: int
     is_gradient: bool
     sent: Times
     used: Times
@@ -41,7 +42,7 @@ class _Flow(NamedTuple):
     used_by: npt.NDArray[np.int64]
 
 
-def message_peaks(schedule: Schedule, values: Iterable[tuple[int, int, int, bool]]) -> tuple[int, ...]:
+def message_peaks(schedule: Schedule, values: Iterable[tuple[int, int, int, int, bool]]) -> tuple[int, ...]:
     """For each rank, the most bytes of messages that it holds: sent to it and not used, or sent by it and not released.
 
     F, I and W take one unit of time and messages none. A receive is posted when its message is sent, and occupies the
@@ -51,13 +52,13 @@ def message_peaks(schedule: Schedule, values: Iterable[tuple[int, int, int, bool
 
     Args:
         schedule: Legal programs.
-        values: What crosses in each microbatch: from which stage, to which, bytes, and whether a gradient comes back.
+        values: What crosses in each microbatch: source, target, bytes as sent and as used, whether a gradient returns.
     """
-    flows = _flows(schedule, values)
     changes: list[list[tuple[Times, int]]] = [[] for _ in schedule.programs]
     between: dict[tuple[int, int], list[_Flow]] = {}
-    for flow in flows:
-        changes[flow.receiver] += [(flow.sent, flow.num_bytes), (flow.used + 0.5, -flow.num_bytes)]
+    for flow in _flows(schedule, values):
+        changes[flow.receiver] += [(flow.sent, flow.num_bytes), (flow.used, flow.used_bytes - flow.num_bytes)]
+        changes[flow.receiver].append((flow.used + 0.5, -flow.used_bytes))
         between.setdefault((flow.sender, flow.receiver), []).append(flow)
     for (sender, receiver), there in between.items():
         back = between.get((receiver, sender), ())
@@ -70,9 +71,8 @@ def message_peaks(schedule: Schedule, values: Iterable[tuple[int, int, int, bool
     return tuple(map(_highest, changes))
 
 
-def _flows(schedule: Schedule, values: Iterable[tuple[int, int, int, bool]]) -> list[_Flow]:
-    n, m = schedule.placement.num_stages, schedule.num_microbatches
-    rank_of_stage = schedule.placement.rank_of_stage
+def _flows(schedule: Schedule, values: Iterable[tuple[int, int, int, int, bool]]) -> list[_Flow]:
+    n, m, rank_of_stage = schedule.placement.num_stages, schedule.num_microbatches, schedule.placement.rank_of_stage
     begin = np.full((2, n, m), np.inf)  # of F; of I or B
     order = np.zeros((2, n, m), np.int64)  # which action of its rank it is
     for program, turns in zip(schedule.coded, turns_of_actions(schedule), strict=True):
@@ -81,11 +81,11 @@ def _flows(schedule: Schedule, values: Iterable[tuple[int, int, int, bool]]) -> 
             begin[index, stages[chosen], microbatches[chosen]] = np.array(turns)[chosen]
             order[index, stages[chosen], microbatches[chosen]] = np.flatnonzero(chosen)
     found = []
-    for source, target, num_bytes, has_gradient in values:
+    for source, target, num_bytes, used_bytes, has_gradient in values:
         for kind in (0, 1) if has_gradient and not schedule.forward_only else (0,):
             start, end = (target, source) if kind else (source, target)
             times = (begin[kind, start], begin[kind, end], order[kind, start], order[kind, end])
-            found.append(_Flow(rank_of_stage[start], rank_of_stage[end], num_bytes, bool(kind), *times))
+            found.append(_Flow(rank_of_stage[start], rank_of_stage[end], num_bytes, used_bytes, bool(kind), *times))
     return [flow for flow in found if flow.sender != flow.receiver]
 
 

@@ -6,6 +6,7 @@ Nothing here knows of models. Letters: n blocks in a row, none of which is cut; 
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -77,13 +78,18 @@ class CutProblem:
         times, fixed, held = ([0.0, *accumulate(values)] for values in (self.times, self.fixed_bytes, self.held_bytes))
         return times, fixed, held
 
+    @property
+    def work_before(self) -> Sequence[float]:
+        """Time of all blocks before each, and of all, on a rank of speed 1."""
+        return self._prefix[0]
+
     def time(self, stage: int, start: int, stop: int) -> float:
         """Time of ``stage`` if it has blocks ``start`` to ``stop - 1``."""
         return self.work(start, stop) / self.speeds[self.placement.rank_of_stage[stage]]
 
     def work(self, start: int, stop: int) -> float:
         """Time of blocks ``start`` to ``stop - 1`` on a rank of speed 1."""
-        return self._prefix[0][stop] - self._prefix[0][start]
+        return self.work_before[stop] - self.work_before[start]
 
     def bytes(self, stage: int, start: int, stop: int) -> float:
         """What ``stage`` then holds at most."""
@@ -262,8 +268,9 @@ def _fewest_bytes(problem: CutProblem, starts: list[int] | None) -> list[int] | 
 def _balanced_v(problem: CutProblem) -> list[int] | None:
     """The least time of the slowest rank, to :data:`_PRECISION`, where rank r holds stages r and 2p - 1 - r."""
     low = sum(problem.times) / sum(problem.speeds)
-    high = sum(problem.times) / min(problem.speeds) * (1 + _ROUNDING)
-    best = _v_within(problem, high)
+    most = sum(problem.times) / min(problem.speeds) * (1 + _ROUNDING)
+    # the less time, the fewer cuts there are to look at
+    best = next(filter(None, (_v_within(problem, time) for time in (1.05 * low, 1.3 * low, most))), None)
     if best is None:
         return None
     high = problem.objective(best).rank_time
@@ -299,7 +306,9 @@ def _v_within(problem: CutProblem, time: float) -> list[int] | None:
                     if spent + problem.time(up, stop, back) <= time and held + problem.bytes(up, stop, back) <= limit:
                         reached[stop, stop] = (front, back)
                     continue
-                for start in range(back - 1, stop + num_left - 1, -1):
+                # what is left of any more blocks is too much for the other ranks
+                last = bisect_right(problem.work_before, problem.work_before[stop] + most_left * (1 + 2 * _ROUNDING))
+                for start in range(min(back - 1, last), stop + num_left - 1, -1):
                     if spent + problem.time(up, start, back) > time or held + problem.bytes(up, start, back) > limit:
                         break
                     if (stop, start) not in reached and problem.work(stop, start) <= most_left * (1 + _ROUNDING):

@@ -12,7 +12,7 @@ from lightning_pp.errors import ConfigurationError, SplitError
 from lightning_pp.schedule import Placement
 from lightning_pp.split.cut.balance import CutProblem, balanced_starts, even_starts, smallest_limit
 from lightning_pp.split.cut.unit_costs import UnitCost, estimate_unit_costs
-from lightning_pp.split.record.crossing import find_crossing, has_operations
+from lightning_pp.split.record.crossing import has_operations, least_crossing
 from lightning_pp.split.record.step_record import StepRecord
 
 _GIB = 2**30
@@ -151,8 +151,8 @@ def _balanced_starts(
     return [firsts[index] for index in found]
 
 
-# schedules of one placement ask for the same, which takes a second for 130 units
-_starts_of = lru_cache(maxsize=16)(balanced_starts)
+# schedules of one placement ask for the same, and a search of plans comes back to it
+_starts_of = lru_cache(maxsize=256)(balanced_starts)
 
 
 def _checked_speeds(speeds: Sequence[float] | None, num_ranks: int) -> list[float]:
@@ -168,10 +168,6 @@ def _checked_speeds(speeds: Sequence[float] | None, num_ranks: int) -> list[floa
 def _bytes_crossing(record: StepRecord, order: Sequence[str], firsts: Sequence[int]) -> list[float]:
     """Bytes of what crosses before each of the positions ``firsts``."""
     position = {unit: index for index, unit in enumerate(order)}
-    if has_operations(record):
-        places = [position[call.unit] for call in record.calls]
-        crossings = (find_crossing(record, [int(place >= first) for place in places], 2) for first in firsts)
-        return [float(crossing.num_bytes(record)) for crossing in crossings]
     last_read: dict[tuple[int, int], int] = {}
     for reads, place in [*((call.reads, position[call.unit]) for call in record.calls), (record.tail, len(order) - 1)]:
         for value in reads.values:
@@ -186,6 +182,11 @@ def _bytes_crossing(record: StepRecord, order: Sequence[str], firsts: Sequence[i
             for index, first in enumerate(firsts):
                 if position[call.unit] < first <= last:
                     crossing[index] += leaf.spec.num_bytes * (2 if leaf.requires_grad else 1)
+    places = [position[call.unit] for call in record.calls]
+    for index, first in enumerate(firsts if has_operations(record) else ()):
+        least = least_crossing(record, [int(place >= first) for place in places], 2) if crossing[index] else None
+        if least is not None:
+            crossing[index] = min(crossing[index], least.num_bytes(record))
     return crossing
 
 

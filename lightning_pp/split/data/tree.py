@@ -13,6 +13,7 @@ import enum
 import re
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -45,8 +46,10 @@ def map_children(function: Callable[[Any], Any], tree: Any) -> Any:
     rebuilt = _map_other_children(function, tree)
     if rebuilt is not _NO_CONTAINER:
         return rebuilt
-    is_container = not isinstance(tree, Tensor) and not pytree.tree_is_leaf(tree)
-    return pytree.tree_map(function, tree, is_leaf=lambda node: node is not tree) if is_container else tree
+    if isinstance(tree, Tensor) or pytree.tree_is_leaf(tree):
+        return tree
+    own = id(tree)  # torch keeps is_leaf in a reference cycle: a batch in it would live until the next collection
+    return pytree.tree_map(function, tree, is_leaf=lambda node: id(node) != own)
 
 
 def children_of(tree: Any) -> list[Any]:
@@ -97,17 +100,14 @@ def entries_of(tree: Any, place: str, _around: tuple[int, ...] = ()) -> Iterator
     """Every leaf of ``tree`` with its place in Python's notation (``batch['labels']``, ``batch[1].mask``).
 
     Goes into the attributes of objects too, which :func:`map_leaves` takes for leaves; an object that holds itself is
-    met once.
-
-    ``place`` is that of ``tree`` itself.
+    met once. ``place`` is that of ``tree`` itself.
     """
     if id(tree) in _around:
         return
     children = _named_children(tree)
     if children is None:
         yield place, tree
-        return
-    for name, child in children:
+    for name, child in children or ():
         yield from entries_of(child, place + name, (*_around, id(tree)))
 
 
@@ -152,10 +152,7 @@ def _own(tree: Any, on_leaf: Callable[[Any], Any], known: dict[int, Any]) -> Any
     """What occurs twice in ``tree`` is one thing in what is returned, too."""
     if id(tree) in known:
         return known[id(tree)]
-
-    def of_child(child: Any) -> Any:
-        return _own(child, on_leaf, known)
-
+    of_child: Callable[[Any], Any] = partial(_own, on_leaf=on_leaf, known=known)
     own: Any
     if isinstance(tree, Tensor):
         own = on_leaf(tree)

@@ -18,7 +18,13 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.split._torch_private import PARAMETERS, FakeTensor, is_made_of_others, parameters_of
+from lightning_pp.split._torch_private import (
+    PARAMETERS,
+    FakeTensor,
+    is_made_of_others,
+    parameters_of,
+    without_dispatch_modes,
+)
 from lightning_pp.split.fakes.fake_mode import FakeValueMode
 from lightning_pp.split.record.step_record import TensorSpec
 
@@ -178,9 +184,10 @@ class FakeParameters:
 
     def _computing_fake(self, canonical: str, like: nn.Parameter) -> nn.Parameter:
         if canonical not in self._computing_fakes:
-            with self.mode:
-                empty = torch.empty_strided(like.shape, like.stride(), dtype=self.compute_dtype, device=self.device)
-            self._computing_fakes[canonical] = nn.Parameter(empty)
+            with without_dispatch_modes():  # of a dry run, which follow every operation
+                with self.mode:
+                    empty = torch.empty_strided(like.shape, like.stride(), dtype=self.compute_dtype, device=self.device)
+                self._computing_fakes[canonical] = nn.Parameter(empty)
         fake = self._computing_fakes[canonical]
         fake.requires_grad_(like.requires_grad)
         return fake

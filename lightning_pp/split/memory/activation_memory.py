@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lightning_pp.schedule import Placement
 from lightning_pp.split.record.plan import StepPlan
-from lightning_pp.split.record.step_record import HeldMemory, StepRecord, UnitCall
+from lightning_pp.split.record.step_record import StepRecord, UnitCall
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ class Activations:
         queued: dict[int, int] = {}
         gradients = recomputed = 0
         regions: set[int | None] = set()
-        for memory in _code_between_units(plan, stage):
+        between_units = [record.calls[index].reads.memory for index in sorted(plan.stages[stage].owned_calls)]
+        between_units += [record.tail.memory] if stage == len(plan.stages) - 1 else []
+        for memory in between_units + [record.operations[number].memory for number in plan.operations_of(stage)]:
             saved.update(memory.saved)
             queued.update(memory.queued)
             gradients += memory.queued_gradients_bytes
@@ -56,15 +58,6 @@ class Activations:
         return cls(total, sum(queued.values()) + gradients, total - sum(received.values()), recomputed)
 
 
-def _code_between_units(plan: StepPlan, stage: int) -> Iterator[HeldMemory]:
-    for index in sorted(plan.stages[stage].owned_calls):
-        yield plan.record.calls[index].reads.memory
-    if stage == len(plan.stages) - 1:
-        yield plan.record.tail.memory
-    for number in plan.operations_of(stage):
-        yield plan.record.operations[number].memory
-
-
 def _kept_of(call: UnitCall, checkpointed: Collection[str], regions: set[int | None]) -> dict[int, int]:
     """What is kept of a call from F to I: number to bytes of each memory.
 
@@ -78,19 +71,27 @@ def _kept_of(call: UnitCall, checkpointed: Collection[str], regions: set[int | N
     return {**kept, **call.memory.saved_by_policy} if call.unit in checkpointed else kept
 
 
-def least_held(record: StepRecord) -> dict[str, int]:
-    """Bytes that each unit keeps of one microbatch from F to I, whichever units share its stage.
+def least_held(record: StepRecord) -> dict[str, tuple[int, int]]:
+    """Bytes that each unit keeps of one microbatch from F to I and from I to W, whichever units share its stage.
 
     What several units keep counts for the first of them only, and what is received from another stage for none. So for
     any units on a stage, the sum is no more than what :meth:`Activations.of` says.
     """
-    held: dict[str, int] = {}
+    held: dict[str, tuple[int, int]] = {}
     seen: set[int] = set()
+    waiting: set[int] = set()
     regions: set[int | None] = set()
     for call in record.calls:
-        saved = {**call.reads.memory.saved, **_kept_of(call, record.recomputed_units, regions)}
-        held[call.unit] = held.get(call.unit, 0) + sum(size for memory, size in saved.items() if memory not in seen)
-        seen.update(saved)
+        code, (saved, queued) = call.reads.memory, held.get(call.unit, (0, 0))
+        kept = {**code.saved, **_kept_of(call, record.recomputed_units, regions)}
+        left = {**code.queued, **call.memory.queued}
+        queued += code.queued_gradients_bytes + call.memory.queued_gradients_bytes
+        held[call.unit] = (
+            saved + sum(size for memory, size in kept.items() if memory not in seen),
+            queued + sum(size for memory, size in left.items() if memory not in waiting),
+        )
+        seen.update(kept)
+        waiting.update(left)
     return held
 
 
@@ -103,14 +104,14 @@ def sent_bytes(plan: StepPlan, placement: Placement, stage: int) -> int:
     """A microbatch's values that ``stage`` sends to other ranks. It keeps them until their gradients come back."""
     ranks = placement.rank_of_stage
     sends = (edge for edge in plan.stages[stage].sends if ranks[edge.source] != ranks[edge.target])
-    return sum(edge.spec.num_bytes for edge in sends if edge.has_gradient)
+    return sum(edge.spec.sent_bytes(plan.record.num_tensor_ranks) for edge in sends if edge.has_gradient)
 
 
 def message_bytes(plan: StepPlan, placement: Placement, stages: Sequence[int]) -> int:
     """Bytes of two microbatches' messages between ``stages`` of one rank and other ranks, values and gradients."""
     rank_of_stage = placement.rank_of_stage
     return 2 * sum(
-        edge.spec.num_bytes * (2 if edge.has_gradient else 1)
+        edge.spec.sent_bytes(plan.record.num_tensor_ranks) * (2 if edge.has_gradient else 1)
         for edge in plan.edges
         if rank_of_stage[edge.source] != rank_of_stage[edge.target] and (edge.source in stages or edge.target in stages)
     )

@@ -156,9 +156,9 @@ def estimate_memory(
         ]
     else:
         peaks = _activations(stages, schedule)
-        messages = [
-            *message_peaks(schedule, [(e.source, e.target, e.spec.num_bytes, e.has_gradient) for e in plan.edges])
-        ]
+        sizes = [(edge.spec.sent_bytes(record.num_tensor_ranks), edge.spec.num_bytes) for edge in plan.edges]
+        edges = zip(plan.edges, sizes, strict=True)
+        messages = [*message_peaks(schedule, [(e.source, e.target, *size, e.has_gradient) for e, size in edges])]
     ranks = []
     for rank in range(placement.num_ranks):
         own = placement.stages_of_rank(rank)

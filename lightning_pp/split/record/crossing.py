@@ -38,10 +38,15 @@ def find_crossing(record: StepRecord, stage_of_call: Sequence[int], num_stages: 
     of_units = _outputs_of_units(record, stage_of_call, num_stages)
     if not any(of_units.received) or not has_operations(record):
         return of_units
-    found = _LeastCrossing(record, stage_of_call, num_stages).found()
+    found = least_crossing(record, stage_of_call, num_stages)
     if found is None or found.num_bytes(record) >= of_units.num_bytes(record):
         return of_units
     return found
+
+
+def least_crossing(record: StepRecord, stage_of_call: Sequence[int], num_stages: int) -> Crossing | None:
+    """What crosses if results of the code between units may; None if gradients could not go the same way back."""
+    return _LeastCrossing(record, stage_of_call, num_stages).found()
 
 
 def has_operations(record: StepRecord) -> bool:
@@ -100,7 +105,9 @@ class _LeastCrossing:
         self._record = record
         self._stage_of_call = stage_of_call
         self._num_stages = num_stages
-        self._stages: dict[Value, int] = {}
+        self._stages: dict[int, int] = {}  # of operations, by number
+        for number, operation in record.operations.items():  # in the order in which they ran
+            self._stages[number] = max(map(self._stage_of, operation.reads))
         self._last_call = [-1] * num_stages
         # parameters that a stage has for use outside of units
         self._parameters: list[set[str]] = [set() for _ in range(num_stages)]
@@ -129,25 +136,30 @@ class _LeastCrossing:
         """The stage that makes it: of an operation, that of the last unit output that it depends on."""
         if value.is_of_unit:
             return self._stage_of_call[value.call]
-        if value not in self._stages:
-            origins = self._record.operations[value.leaf].origins
-            self._stages[value] = max(self._stage_of_call[origin.call] for origin in origins)
-        return self._stages[value]
+        return self._stages[value.leaf]
 
     def _least_for(self, stage: int, needed: Collection[Value]) -> set[Value]:
         inputs: dict[Value, list[Value]] = {}
+        seen: set[Value] = set()
+        needed_of_others: set[Value] = set()
         waiting = sorted(needed)
+        while waiting:  # what the stage computes itself cannot be received, only what that is computed from
+            value = waiting.pop()
+            if value not in seen:
+                seen.add(value)
+                if self._stage_of(value) != stage:
+                    needed_of_others.add(value)
+                elif not value.is_of_unit:
+                    waiting += self._record.operations[value.leaf].reads
+        waiting = sorted(needed_of_others)
         while waiting:
             value = waiting.pop()
-            if value in inputs:
-                continue
-            inputs[value] = []
-            if not value.is_of_unit:
-                inputs[value] = sorted(self._record.operations[value.leaf].reads)
+            if value not in inputs:
+                inputs[value] = [] if value.is_of_unit else sorted(self._record.operations[value.leaf].reads)
                 waiting += inputs[value]
         costs = {value: self._cost_for(stage, value) for value in inputs}
         sources = [value for value in inputs if value.is_of_unit and self._stage_of(value) != stage]
-        return least_cut(inputs, costs, sources, needed) if sources else set()
+        return least_cut(inputs, costs, sources, needed_of_others) if sources else set()
 
     def _cost_for(self, stage: int, value: Value) -> int | None:
         """What it costs that ``stage`` receives the value; None where it cannot."""

@@ -20,6 +20,8 @@ from lightning_pp.split.record.work import OperationWork
 OF_OPERATION = -1
 """In the place of :attr:`Value.call`: the value is what an operation between units gave."""
 
+LEAST_BYTES_IN_PARTS = 1 << 16  # of a message; to join the parts of a smaller one takes longer than to send it whole
+
 
 class Value(NamedTuple):
     """A tensor that a unit call made for others: leaf number ``leaf`` of the outputs of call number ``call``.
@@ -48,6 +50,11 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def sent_bytes(self, num_ranks: int) -> int:
+        """Bytes that each of ``num_ranks`` sends of it: an even part, or all of what is small or does not divide."""
+        is_whole = self.num_bytes < LEAST_BYTES_IN_PARTS or math.prod(self.shape) % num_ranks
+        return self.num_bytes if is_whole else self.num_bytes // num_ranks
 
 
 class PassedOn:  # no dataclass, for those are containers
@@ -413,6 +420,7 @@ class StepRecord:
         failure: What ended the step before its end; None for a step that was recorded whole.
         split_head: The head that this step does not call, but its parts; None for none.
         whole_head: Why a head that has parts is called whole, a sentence without its end; empty where none is.
+        num_tensor_ranks: Ranks that run units on parts of matrices, and send parts of what crosses.
         is_resized: Whether it comes of a record of other sizes: memory, work and reductions are still of those.
     """
 
@@ -443,6 +451,7 @@ class StepRecord:
     failure: Failure | None = None
     split_head: str | None = None
     whole_head: str = ""
+    num_tensor_ranks: int = 1
     is_resized: bool = False
 
     def first_calls(self) -> dict[str, int]:

@@ -71,14 +71,10 @@ def need_no_correction(counts: Sequence[Counts], totals: Counts, shares: Sequenc
             if fact is None or total is None or part is None:
                 return False
             factor = 1.0 if fact.kind is Kind.EXTREME else share
-            if not all(_is_share(mine, whole, factor) for mine, whole in zip(part, total, strict=True)):
-                return False
+            for mine, whole in zip(map(torch.as_tensor, part), map(torch.as_tensor, total), strict=True):
+                if not (mine.is_cpu and whole.is_cpu and torch.equal(whole.double() * factor, mine.double())):
+                    return False
     return True
-
-
-def _is_share(part: Tensor | float, whole: Tensor | float, share: float) -> bool:
-    mine, all_of_it = torch.as_tensor(part), torch.as_tensor(whole)
-    return mine.is_cpu and all_of_it.is_cpu and torch.equal(all_of_it.double() * share, mine.double())
 
 
 def _extreme(values: Sequence[Tensor | float], is_greatest: bool) -> Tensor:

@@ -98,17 +98,6 @@ class ScaledStep(OutsideUnits):
         self._is_paused = False
         self._seen: set[Place] = set()
         self._unknown: dict[Tensor, str] = {}
-        self._handlers: Mapping[Kind, Callable[..., Any]] = {
-            Kind.SUM: self._sum,
-            Kind.CONTRACTION: self._sum,
-            Kind.MEAN: self._mean,
-            Kind.LOSS: self._loss,
-            Kind.EXTREME: self._extreme,
-            Kind.PRODUCT: self._product,
-            Kind.QUOTIENT: self._product,
-            Kind.ADDITION: self._addition,
-            Kind.NUMBER: self._tensor_of_number,
-        }
 
     def __enter__(self) -> ScaledStep:
         """Follows what runs from here on."""
@@ -169,7 +158,7 @@ class ScaledStep(OutsideUnits):
             if loss is None or not loss.is_mean or loss.is_counted_by_target:
                 self._check_known(kind, line_of(frame), result)
             return result
-        result = self._handlers[kind](place, fact, func, args, kwargs)
+        result = _HANDLERS[kind](self, place, fact, func, args, kwargs)
         if self._follows:
             reduces = fact.over_rows and fact.depends_on_weights
             given = list(tensors_given(args, kwargs))
@@ -409,3 +398,17 @@ def _beside(result: Tensor, total: Tensor | float) -> Tensor:
     if total.dim() == 0:  # was exchanged between replicas, on the host
         return torch.full((), total.item(), dtype=total.dtype, device=result.device)
     return total.to(result.device, non_blocking=True)
+
+
+# no bound methods in the step itself: what they hold would live until the next collection of garbage
+_HANDLERS: Mapping[Kind, Callable[..., Any]] = {
+    Kind.SUM: ScaledStep._sum,
+    Kind.CONTRACTION: ScaledStep._sum,
+    Kind.MEAN: ScaledStep._mean,
+    Kind.LOSS: ScaledStep._loss,
+    Kind.EXTREME: ScaledStep._extreme,
+    Kind.PRODUCT: ScaledStep._product,
+    Kind.QUOTIENT: ScaledStep._product,
+    Kind.ADDITION: ScaledStep._addition,
+    Kind.NUMBER: ScaledStep._tensor_of_number,
+}

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-_num_uncompiled = 0
+num_uncompiled = 0
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Within, what is compiled runs uncompiled, units too; nothing is imported for it."""
-    global _num_uncompiled
-    _num_uncompiled += 1
+    global num_uncompiled
+    num_uncompiled += 1
     try:
         with _stance("force_eager"):
             yield
     finally:
-        _num_uncompiled -= 1
+        num_uncompiled -= 1
 
 
 def uncompiled_outside_units() -> AbstractContextManager[Any]:
@@ -31,7 +31,7 @@ def uncompiled_outside_units() -> AbstractContextManager[Any]:
 
 def compiled_again() -> AbstractContextManager[Any]:
     """Around a unit: what is compiled runs so, unless :func:`uncompiled` says otherwise."""
-    return nullcontext() if _num_uncompiled else _stance("default")
+    return nullcontext() if num_uncompiled else _stance("default")
 
 
 def _stance(stance: str) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Which weight gradients of compiled units cannot wait for W: found in a training's first batch, and told once."""
+"""What is not compiled as it could be: found in a training's first batch, and told once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_NAMES = 8
 
 
 class CompiledBackward:
-    """Tells once which weights of compiled units get their gradient in I, though the backward is split.
+    """Tells once which units run uncompiled, and which weights get their gradient in I, though the backward is split.
 
     Args:
         groups: Joins the ranks of the pipeline.
@@ -24,23 +24,27 @@ class CompiledBackward:
     """
 
     def __init__(self, groups: ControlGroups, units: CompiledUnits) -> None:
-        self._groups = groups
-        self._units = units
-        self._has_run = False
-        self._is_done = False
+        self._groups, self._units = groups, units
+        self._has_run = self._splits = self._is_done = False
 
     def note(self, schedule: Schedule) -> None:
         """Says that a training batch has been run."""
-        self._has_run = self._has_run or schedule.splits_backward
+        self._has_run, self._splits = True, self._splits or schedule.splits_backward
 
     def report(self) -> None:
         """Before a training batch; every rank of the pipeline has to call it. One small gather, once in a training."""
         if self._is_done or not self._has_run:
             return
         self._is_done = True
-        names = [name for part in self._groups.gather_in_pipeline(self._units.kept_in_backward()) for name in part]
-        if names:
+        parts = self._groups.gather_in_pipeline((self._units.kept_in_backward(), self._units.uncompiled()))
+        names = list(dict.fromkeys(name for kept, _ in parts for name in kept))
+        if names and self._splits:
             rank_zero_info(_text(names))
+        if uncompiled := {name: reason for _, reasons in parts for name, reason in reasons.items()}:
+            rank_zero_info(
+                f"compile: {len(uncompiled)} units with parts of matrices run uncompiled: {_listed(list(uncompiled))}. "
+                f"The reason for the first: {next(iter(uncompiled.values()))}"
+            )
 
     def start_over(self) -> None:
         """After a step that failed: ranks may have run different numbers of batches, so counting starts again."""
@@ -59,12 +63,13 @@ def compiled_units(
     return units, CompiledBackward(groups, units)
 
 
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
+
+
 def _text(names: list[str]) -> str:
-    listed = ", ".join(names[:_MOST_NAMES])
-    if len(names) > _MOST_NAMES:
-        listed += f" and {len(names) - _MOST_NAMES} more"
     return (
-        f"compile: the gradients of {len(names)} weights are computed in I and cannot fill bubbles: {listed}. A "
-        "weight's gradient can wait for W if a matrix product or a convolution uses the weight as it is. That must be "
-        "outside checkpointed code of the unit, and compile= must compile the unit, not your own code."
+        f"compile: the gradients of {len(names)} weights are computed in I and cannot fill bubbles: {_listed(names)}. "
+        "A weight's gradient can wait for W if a matrix product or a convolution uses the weight as it is. That must "
+        "be outside checkpointed code of the unit, and compile= must compile the unit, not your own code."
     )

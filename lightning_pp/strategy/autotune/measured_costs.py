@@ -188,7 +188,7 @@ class CostExchange:
         """Milliseconds per stage of messages to the next and to the one before, gathers, reductions; equal on all."""
         placement = self._split.placement
         rank_of_stage, num_stages = placement.rank_of_stage, placement.num_stages
-        sent = crossing_bytes(plan)
+        sent = crossing_bytes(plan, self._groups.num_tensor_ranks)
         links = {
             stage: Link(rank_of_stage[stage], rank_of_stage[stage + 1], sent[stage])
             for stage in range(num_stages - 1)

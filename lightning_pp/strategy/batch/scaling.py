@@ -328,6 +328,7 @@ class _Replicas:
             self._settles()
             _settle(batch, self._count, self._exchanged, self._joined, [counts for *_, counts in gathered])
         batch.drop_facts_without_use()
+        batch.wait_for_replica_counts = _nothing  # the two would keep each other, and the batch
 
     def _exchanged(self, counts: Sequence[Counts]) -> list[Mapping[Any, Count]]:
         return self._groups.gather(on_host(self._facts.named(total_of(counts, self._facts))), "the counts of a batch")

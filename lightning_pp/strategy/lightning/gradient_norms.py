@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from operator import is_
 from typing import Any
 
 import lightning.pytorch as pl
@@ -140,22 +139,22 @@ class GradientNorms:
         def clip_grad_norm_(*args: Any, **kwargs: Any) -> Tensor:
             return self.clip_grad_norm_(originals[1], *args, **kwargs)
 
-        _exchange(originals[0], grad_norm)
-        _exchange(originals[1], clip_grad_norm_)
+        ours = grad_norm, clip_grad_norm_
+        _exchange(originals, ours)
         try:
             yield
         finally:
-            _exchange(grad_norm, originals[0])  # also in modules that were imported in between
-            _exchange(clip_grad_norm_, originals[1])
+            _exchange(ours, originals)  # also in modules that were imported in between
 
 
-def _exchange(one: Callable[..., Any], other: Callable[..., Any]) -> None:
-    """Puts ``other`` wherever ``one`` is a global, under any name.
+def _exchange(replaced: tuple[Any, ...], others: tuple[Any, ...]) -> None:
+    """Puts ``others`` wherever ``replaced`` are globals, under any name.
 
     To change it in its library alone is not enough: ``from lightning.pytorch.utilities import grad_norm``, as
     Lightning's own documentation has it, gives the user's module a name of its own before there is a strategy. Other
     libraries are left alone.
     """
+    by_id = dict(zip(map(id, replaced), others, strict=True))  # looked at by identity: values may compare as they like
     for namespace in (vars(utilities), vars(grads), vars(nn.utils), vars(clip_grad), *namespaces_of_user()):
-        if any(map(functools.partial(is_, one), list(namespace.values()))):
-            namespace.update({name: other for name, value in namespace.items() if value is one})
+        if not by_id.keys().isdisjoint(map(id, list(namespace.values()))):
+            namespace.update({name: by_id[id(value)] for name, value in namespace.items() if id(value) in by_id})

@@ -215,7 +215,8 @@ def _is_of_batch(entry: Any, num_samples: int) -> bool:
 
 def _open(value: Any) -> tuple[Any, list[Any], Callable[[list[Any]], Any] | None]:
     """A container's structure, its direct children, and how to make one like it from other children."""
-    children, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
+    own = id(value)  # torch keeps is_leaf in a reference cycle
+    children, spec = tree_flatten(value, is_leaf=lambda node: id(node) != own)
     if not (len(children) == 1 and children[0] is value):
         return spec, children, lambda items: tree_unflatten(items, spec)
     if isinstance(value, UserDict):

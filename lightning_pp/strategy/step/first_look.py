@@ -105,6 +105,7 @@ class FirstLook:
             self._put(self._after)
             first, self._first = self._first, None
             yield first
+            del first  # it would be held for the whole epoch
             yield from batches
         else:
             self._put(self._before)

@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_pp.tensor.cuts import Cut, CutError, cut_of
+from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark, whole_shape
+from lightning_pp.tensor.functions import RecordedGroup
+from lightning_pp.tensor.parts import TensorPart, part_of, pieces_of
 from lightning_pp.tensor.randomness import drawn_by_rank
 from lightning_pp.tensor.region import Region, Rule, cuts_of, marked, words
 
@@ -44,10 +48,18 @@ def elementwise(region: Region, func: Callable[..., Any], args: Arguments, kwarg
 
 
 def dropout(region: Region, func: Callable[..., Any], args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """Each rank draws masks of its own for its part."""
-    tensor = args[0] if args else kwargs["input"]
+    """Each rank draws a mask for its part; in compiled code all draw the whole mask, and each takes its part."""
+    names = ("input", "p", "training", "inplace")
+    given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
+    tensor, cut = given["input"], cut_of(args[0] if args else kwargs["input"])
+    if not given["p"] or not given["training"] or not region.draws:
+        return marked(func(*args, **kwargs), cut)
+    if isinstance(region.group, RecordedGroup) and func.__name__ == "dropout" and cut is not None:
+        mask = F.dropout(torch.ones(whole_shape(tensor), dtype=tensor.dtype, device=tensor.device), given["p"])
+        mask = part_of(mask, TensorPart(cut.dim, mask.shape, pieces_of(cut.segments, region.rank, region.num_ranks)))
+        return mark(tensor.mul_(mask) if given["inplace"] else tensor * mask, cut)
     with drawn_by_rank(region, tensor.device):
-        return marked(func(*args, **kwargs), cut_of(tensor))
+        return marked(func(*args, **kwargs), cut)
 
 
 def of_first(region: Region, func: Callable[..., Any], args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -71,25 +83,9 @@ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rp
 __lt__ __gt__ __le__ __ge__ __and__ __or__ __xor__ __invert__ __iadd__ __isub__ __imul__ __itruediv__ float double
 half bfloat16 contiguous clone detach zeros_like ones_like empty_like full_like real imag int long bool
 """)
-_IN_PLACE = [
-    "add_",
-    "sub_",
-    "mul_",
-    "div_",
-    "neg_",
-    "exp_",
-    "sqrt_",
-    "clamp_",
-    "masked_fill_",
-    "relu_",
-    "sigmoid_",
-    "tanh_",
-    "silu_",
-    "requires_grad_",
-    "copy_",
-    "zero_",
-    "fill_",
-]
+_IN_PLACE = words("""
+add_ sub_ mul_ div_ neg_ exp_ sqrt_ clamp_ masked_fill_ relu_ sigmoid_ tanh_ silu_ requires_grad_ copy_ zero_ fill_
+""")
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _FIRST = ["to", "type", "type_as", "data.__get__", "real.__get__", "imag.__get__", "cpu", "cuda", "detach_"]
 _QUESTIONS = words("""

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_pp.split._torch_private import GROUPED_PRODUCT
 from lightning_pp.split.head.cross_entropy import check_classes
 from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark, whole_shape
-from lightning_pp.tensor.functions import scattered_sum
+from lightning_pp.tensor.functions import move
 from lightning_pp.tensor.region import Region, Rule, cuts_of, origins_of
 
 Arguments = tuple[Any, ...]
@@ -97,7 +98,7 @@ def product(region: Region, x: Tensor, weight: Tensor, bias: Tensor | None, mult
     if tokens is None:
         total = region.summed(partial)
         return total if bias is None else total + bias.to(total.dtype)
-    total = scattered_sum(partial, tokens, region.group)
+    total = move(partial, "scatter", "join", region.group, tokens, (partial.shape[tokens],))
     total = total if bias is None else total + region.copied(bias).to(total.dtype)
     return mark(total, Cut(tokens, (partial.shape[tokens],), frozenset(), tokens=True))
 
@@ -108,6 +109,9 @@ def matmul(region: Region, func: Function, args: Arguments, kwargs: dict[str, An
     if b.dim() == 2 and not (cut_of(b) is None and a.dim() == 2 and cut_of(a) is not None and region.adopt is None):
         return product(region, a, b, None, lambda x, w, _: region.call(func, x, w), 1)
     found_a, found_b = cut_of(a), cut_of(b)
+    if region.adopt is not None:
+        region.adopt(a, None, b, 1)
+        region.adopt(b, None, a, 1)
     if found_a is None and found_b is None:
         return region.call(func, a, b)
     origins = origins_of((a, b), {})
@@ -130,6 +134,26 @@ def matmul(region: Region, func: Function, args: Arguments, kwargs: dict[str, An
         a, b = region.copied(a), region.copied(b)
     result = region.call(func, a, b)
     return mark(result, cut.at(result.dim() - position))
+
+
+def grouped(region: Region, func: Function, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Products of groups of rows, each with a matrix of its own: ``x`` [rows, k] and ``weight`` [groups, k, n]."""
+
+    def bound(x: Tensor, weight: Tensor, offs: Tensor, **options: Any) -> Any:
+        if region.adopt is not None:
+            region.adopt(weight, None, x, 2)
+        cut, own = cut_of(x), cut_of(weight)
+        options = {name: value for name, value in options.items() if value is not None} | {"offs": offs}
+        if cut is None and own is None:
+            return region.call(func, x, weight, **options)
+        origins = origins_of((x, weight), {})
+        if own is None or own.dim == 0 or cut_of(offs) is not None or (cut is not None and own.dim == 2):
+            raise CutError("multiplies groups of rows and matrices whose parts do not match", origins)
+        if own.dim == 2:
+            return mark(region.call(func, region.copied(x), weight, **options), own.at(1))
+        return region.summed(region.call(func, region.fitted(x, 1, own), weight, **options))
+
+    return bound(*args, **kwargs)
 
 
 def baddbmm(region: Region, func: Function, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -183,10 +207,10 @@ def embedding(region: Region, func: Function, args: Arguments, kwargs: dict[str,
         result = func(tokens, weight, **given)
         return mark(result, cut.at(result.dim() - 1))
     check_classes(tokens, cut.size, torch.iinfo(tokens.dtype).min)
-    num_rows = weight.shape[0]
-    tokens, padding = tokens - region.rank * num_rows, given.pop("padding_idx", None)
-    if padding is not None and 0 <= padding % cut.size - region.rank * num_rows < num_rows:
-        given["padding_idx"] = padding % cut.size - region.rank * num_rows
+    num_rows, first = weight.shape[0], region.first_of(cut.segments)
+    tokens, padding = tokens - first, given.pop("padding_idx", None)
+    if padding is not None and 0 <= padding % cut.size - first < num_rows:
+        given["padding_idx"] = padding % cut.size - first
     elsewhere = (tokens < 0) | (tokens >= num_rows)
     result = func(tokens.masked_fill(elsewhere, 0), weight, **given)
     return region.summed(result.masked_fill(elsewhere.unsqueeze(-1), 0.0))
@@ -197,6 +221,7 @@ RULES: dict[str, Rule] = {
     "addmm": addmm,
     **dict.fromkeys(["matmul", "__matmul__", "mm", "bmm"], matmul),
     "baddbmm": baddbmm,
+    **dict.fromkeys(["grouped_mm", GROUPED_PRODUCT, "grouped_mm_fallback"], grouped),
     "einsum": einsum,
     "embedding": embedding,
 }

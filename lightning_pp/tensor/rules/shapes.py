@@ -219,11 +219,13 @@ def narrow(region: Region, func: Function, args: Arguments, kwargs: dict[str, An
 
 
 def getitem(region: Region, func: Function, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """Indexing by numbers, slices, None and the ellipsis; by other things in dimensions that are whole, before it."""
+    """Indexing by numbers, slices, None and the ellipsis; or the first dimension by numbers in a tensor."""
     tensor, index = args
     cut = cut_of(tensor)
     if cut is None:
         raise CutError("indexes a whole tensor by a sharded one", cuts_of((index,), {})[0][1].origins)
+    if isinstance(index, Tensor) and index.dtype is torch.int64 and cut.dim > 0:
+        return mark(func(tensor, index), cut.at(cut.dim - 1 + index.dim()))
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(entry is None or entry is Ellipsis or isinstance(entry, (int, slice)) for entry in entries):
         raise CutError("indexes a sharded tensor by a tensor or a list", cut.origins)
@@ -239,8 +241,11 @@ def getitem(region: Region, func: Function, args: Arguments, kwargs: dict[str, A
                     _refuse_pick(cut)
                 start, stop, step = entry.indices(cut.size)
                 if step != 1:
-                    raise CutError(f"takes every {step}th index of a sharded dimension", cut.origins)
-                if (start, stop) != (0, cut.size):
+                    if start >= step or stop != cut.size or any(n % (step * region.num_ranks) for n in cut.segments):
+                        raise CutError(f"takes every {step}th index of a sharded dimension", cut.origins)
+                    tensor = tensor[(slice(None),) * dim + (slice(start, None, step),)]
+                    tensor, entries[i] = mark(tensor, cut.at(dim, [n // step for n in cut.segments])), slice(None)
+                elif (start, stop) != (0, cut.size):
                     tensor, entries[i] = _run(region, tensor, cut, start, stop), slice(None)
                 break
             dim += 1

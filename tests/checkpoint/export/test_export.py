@@ -254,6 +254,7 @@ def memory_of_export(source: Path, target: Path) -> int:
     return peak - before
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("target", ["model.safetensors", "plain.ckpt"])
 def test_a_tensor_is_in_memory_at_a_time(pool: WorkerPool, tmp_path: Path, target: str) -> None:
     source = tmp_path / "a.ckpt"

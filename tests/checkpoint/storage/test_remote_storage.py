@@ -75,7 +75,7 @@ def uninterrupted(folder: Path, max_epochs: int) -> dict[str, torch.Tensor]:
     return weights(module)
 
 
-EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": 2, "monitor": "step", "mode": "max"}
+EVERY_SECOND = {"filename": "{step}", "every_n_train_steps": 2, "save_top_k": 2, "monitor": "step", "mode": "max"}
 
 
 @pytest.mark.by_day(1)
@@ -84,24 +84,24 @@ EVERY_STEP = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": 2, "
 def test_two_ranks_train_and_resume(
     pool: WorkerPool, store: ObjectStore, tmp_path: Path, sharded: bool, in_background: bool
 ) -> None:
-    """Saves each step, keeps the best two and the last, and resumes from the last as if it had not stopped."""
+    """Saves each second step, keeps the best two and the last, and resumes from the last as if it had not stopped."""
     name = f"run_{sharded}_{in_background}"
     url = f"s3://{BUCKET}/{name}"
     options = {"save_distributed_checkpoint": sharded, "async_checkpoint": in_background}
-    saved = {**EVERY_STEP, "save_last": True}
+    saved = {**EVERY_SECOND, "save_last": True}
     first = pool.run(fit, url, (2, 1), 1, options, saved, environ=store.environ)
     kept = f"{name}/checkpoints/"
     assert [result["error"] for result in first] == ["", ""]
     assert [result["best"] for result in first] == [f"{url}/checkpoints/step=4.ckpt"] * 2
-    assert store.checkpoints(kept) == ["last.ckpt", "step=3.ckpt", "step=4.ckpt"]
+    assert store.checkpoints(kept) == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
     if sharded:
-        # of the four saves that went to the same name, the files of the last one
+        # of the two saves that went to the same name, the files of the last one
         files = store.names(f"{kept}last.ckpt/")
         assert ".metadata" in files and "meta.pt" in files and len(files) == 5, files
     second = pool.run(fit, url, (2, 1), 2, options, saved, "last", environ=store.environ)
     assert [(result["error"], result["step"]) for result in second] == [("", 8)] * 2
     assert largest_difference(together([result["weights"] for result in second]), uninterrupted(tmp_path, 2)) < EXACT
-    assert store.checkpoints(kept)[-1] == "step=8.ckpt"
+    assert store.checkpoints(kept) == ["last.ckpt", "step=6.ckpt", "step=8.ckpt"]
     assert not list(tmp_path.parent.glob("s3:*")) and not Path("s3:").exists()
 
 
@@ -112,7 +112,7 @@ def test_other_layouts_resume(pool: WorkerPool, store: ObjectStore, tmp_path: Pa
     """Two replicas, two stages and one device go on from what two stages saved."""
     url = f"s3://{BUCKET}/layouts_{sharded}"
     options = {"save_distributed_checkpoint": sharded}
-    saved = {**EVERY_STEP, "dirpath": f"{url}/kept", "save_top_k": 1}
+    saved = {**EVERY_SECOND, "dirpath": f"{url}/kept", "save_top_k": 1}
     (best, _) = pool.run(fit, url, (2, 1), 1, options, saved, environ=store.environ)
     assert best["best"] == f"{url}/kept/step=4.ckpt"
     expected = uninterrupted(tmp_path, 2)
@@ -131,21 +131,24 @@ def test_other_layouts_resume(pool: WorkerPool, store: ObjectStore, tmp_path: Pa
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "async"])
-def test_a_failure_of_one_rank_is_told_on_all(pool: WorkerPool, store: ObjectStore, in_background: bool) -> None:
+def test_a_failure_of_one_rank_is_told_on_all(
+    pool: WorkerPool, store: ObjectStore, in_this_process: None, in_background: bool
+) -> None:
     """Rank 1 loses the store: the checkpoint that was to be replaced stays, and loads."""
     name = f"failure_{in_background}"
     url = f"s3://{BUCKET}/{name}"
     options = {"async_checkpoint": in_background}
     saved = {"dirpath": url, "filename": "model", "enable_version_counter": False, "every_n_train_steps": 4}
-    pool.run(fit, url, (2, 1), 1, options, saved, environ=store.environ)
+    trained = pool.run(fit, url, (2, 1), 1, options, saved, environ=store.environ)
+    expected = together([result["weights"] for result in trained])
     before = store.names(f"{name}/")
     results = pool.run(fit, url, (2, 1), 1, options, saved, None, True, environ=store.environ, timeout=120)
     for result in results:
         assert result["error"].startswith(f"CheckpointError: {url}/model.ckpt cannot be written"), result["error"]
         assert "127.0.0.1:9" in result["error"] and "on rank 1" in result["error"]
     assert store.names(f"{name}/") == before
-    resumed = pool.run(fit, url, (2, 1), 2, options, None, f"{url}/model.ckpt", environ=store.environ)
-    assert [(result["error"], result["step"]) for result in resumed] == [("", 8)] * 2
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    assert largest_difference(read_alone(f"{url}/model.ckpt")["state_dict"], expected) == 0
 
 
 def die_before_the_table(url: str, saved: dict[str, Any]) -> None:
@@ -190,9 +193,9 @@ def test_a_removal_that_fails_is_told_on_all(
 ) -> None:
     url = f"s3://{BUCKET}/unremovable_{sharded}_{in_background}"
     options = {"async_checkpoint": in_background, "save_distributed_checkpoint": sharded}
-    saved = {**EVERY_STEP, "save_top_k": 1, "dirpath": url}
+    saved = {**EVERY_SECOND, "save_top_k": 1, "dirpath": url}
     for error in pool.run(fit_where_nothing_is_removed, url, options, saved, environ=store.environ):
-        assert error.startswith(f"CheckpointError: {url}/step=1.ckpt"), error
+        assert error.startswith(f"CheckpointError: {url}/step=2.ckpt"), error
         assert "cannot be removed (PermissionError: Access Denied) (on rank 0)" in error
 
 
@@ -271,6 +274,7 @@ def start(url: str) -> dict[str, Any]:
     return weights(module)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["model.safetensors", "hub/"])
 def test_initial_weights(pool: WorkerPool, store: ObjectStore, name: str) -> None:
     module = Stack().double()
@@ -291,7 +295,7 @@ def test_memory_of_one_process(pool: WorkerPool, tmp_path: Path, in_background: 
     """One device: Lightning's own file, and with ``async_checkpoint`` the engine's folder."""
     url = f"memory://one_process_{in_background}"
     options = {"async_checkpoint": in_background}
-    saved = {**EVERY_STEP, "dirpath": url, "save_last": True}
+    saved = {**EVERY_SECOND, "dirpath": url, "save_last": True}
     (result,) = pool.run(fit_twice, url, options, saved, world_size=1)
     assert (result["error"], result["step"]) == ("", 8)
     assert largest_difference(result["weights"], uninterrupted(tmp_path, 2)) < EXACT

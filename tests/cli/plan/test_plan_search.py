@@ -17,7 +17,8 @@ from rich.console import Console
 from lightning_pp.cli.plan.command import run_plan
 from lightning_pp.cli.plan.report import Plan
 from lightning_pp.cli.plan.run import make_plan
-from lightning_pp.cli.plan.search.bounds import Blocks, fixed_program, least_span, microbatches_held
+from lightning_pp.cli.plan.search.bounds import ONE_MICROBATCH, Blocks, least_span, microbatches_held, patterns_of
+from lightning_pp.cli.plan.search.plans import PlanSearch, SearchResult
 from lightning_pp.cli.plan.search.report import Search
 from lightning_pp.cli.plan.search.run import search_plans
 from lightning_pp.cli.plan.search.space import Layout, ShardingChoice, words_of
@@ -25,6 +26,8 @@ from lightning_pp.cli.problems import UserError
 from lightning_pp.errors import ConfigurationError, SplitError
 from lightning_pp.planning.refinement.choice import CutChoice
 from lightning_pp.schedule import StageCosts, available_schedules, build_schedule
+from lightning_pp.schedule.registry import schedule_family
+from lightning_pp.schedule.simulation.memory import held_after_each
 
 SMALL = [
     "model.num_layers=3",
@@ -117,14 +120,41 @@ def test_the_best_plans_are_those_of_all_planned_alone(limit_gib: float | None, 
         assert found.planned.peak_bytes <= limit
 
 
+@pytest.mark.parametrize("limit_gib", ["null", "0.0016"])
+def test_what_is_left_out_on_64_devices_is_none_of_the_best(limit_gib: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = [
+        "trainer.devices=64",
+        "model.num_layers=6",
+        "model.num_heads=8",
+        "samples_per_step=64",
+        "peak_tflops=0.01",
+        "link_gb_per_s=0.2",
+    ]
+    names = ["schedules=[1f1b,interleaved_zb,zb_v,v_half]", f"device_memory_gib={limit_gib}"]
+    pruned, _ = searched(*run, *names)
+    with monkeypatch.context() as patched:
+        patched.setattr(SearchResult, "longest", float("inf"))
+        patched.setattr(PlanSearch, "_may_fit", lambda *args: True)
+        everything, _ = searched(*run, *names)
+    assert everything.result.num_slower == 0
+    assert pruned.result.num_cut < 0.5 * everything.result.num_cut
+    best, expected = (
+        [(plan.layout, plan.sharding, plan.time_in_a_row) for plan in search.result.best]
+        for search in (pruned, everything)
+    )
+    assert best == expected
+    assert len({layout.num_tensor_ranks for layout, *_ in best}) > 1
+
+
 def test_no_bound_is_above_what_a_plan_takes_and_holds() -> None:
     num_checked = 0
     for (layout, _), plan in brute_force(*SMALL).items():
         if isinstance(plan, str):
             continue
         num_ranks, number = layout.num_ranks, layout.num_microbatches
-        program = fixed_program(layout.schedule, num_ranks, number, layout.stages_per_rank)
-        held = [1] * num_ranks if program is None else microbatches_held(program)
+        patterns = patterns_of(layout.schedule, num_ranks, number, layout.stages_per_rank)
+        program = None if schedule_family(layout.schedule).patterns else patterns[0]
+        held = microbatches_held(program) if program else [ONE_MICROBATCH] * num_ranks
         recording = plan.cutter.recording(layout.num_stages)
         blocks = Blocks.of(recording, plan.costs, plan.cutter.options.cut)
         least = least_span(blocks.work, blocks.longest_work(num_ranks), num_ranks, number, program)
@@ -139,7 +169,7 @@ def test_no_bound_is_above_what_a_plan_takes_and_holds() -> None:
 
 def test_the_rank_with_most_work_has_no_less_than_the_bound() -> None:
     times = np.array([1.0, 1.0, 1.0, 1.0, 2.0])
-    blocks = Blocks(times, np.zeros(5), [[]] * 5)
+    blocks = Blocks(times * np.array([[0.5], [0.25], [0.25]]), np.zeros((2, 5)), [[]] * 5)
     assert blocks.longest_work(2) == pytest.approx(3.0)  # the mean
     assert blocks.longest_work(3) == pytest.approx(2.0)  # of the four largest two are together
     assert blocks.longest_work(4) == pytest.approx(2.0)
@@ -147,16 +177,34 @@ def test_the_rank_with_most_work_has_no_less_than_the_bound() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_h2"])
-def test_microbatches_that_a_rank_holds_are_the_peaks_of_the_simulation(name: str) -> None:
-    program = fixed_program(name, 4, 10)
-    assert program is not None
-    costs = StageCosts(1.0, 1.0, 1.0, held_after_forward=1.0, held_after_input=0.0)
+@pytest.mark.parametrize("after_input", [0.0, 0.6])
+def test_microbatches_that_a_rank_holds_are_the_peaks_of_the_simulation(name: str, after_input: float) -> None:
+    (program,) = patterns_of(name, 4, 10)
+    costs = StageCosts(1.0, 1.0, 1.0, held_after_forward=1.0, held_after_input=after_input)
     expected = build_schedule(name, num_ranks=4, num_microbatches=10).simulate(costs).peak_memory
-    assert microbatches_held(program) == list(expected)
+    found = [(held @ (1.0, after_input)).max() for held in microbatches_held(program)]
+    assert found == pytest.approx(list(expected))
+
+
+@pytest.mark.parametrize("name", ["zb_v", "v_half", "v_min", "interleaved_zb"])
+@pytest.mark.parametrize("num_microbatches", [4, 8, 24])
+def test_no_order_holds_much_less_than_its_pattern(name: str, num_microbatches: int) -> None:
+    uneven = [1.0, 1.3, 0.9, 1.1, 1.0, 0.8, 1.2, 1.5]
+    for forward, weight, latency in ((1.0, 1.0, 0.0), (0.6, 1.4, 0.3), (1.5, 0.5, 0.0)):
+        times = ([scale * factor for factor in uneven] for scale in (forward, 2.0 - 0.5 * forward, weight))
+        costs = StageCosts(*times, p2p=latency, held_after_forward=1.0, held_after_input=0.6)
+        built = build_schedule(name, num_ranks=4, num_microbatches=num_microbatches, stages_per_rank=2, costs=costs)
+        patterns = patterns_of(name, 4, num_microbatches, 2)
+        held = [[held_after_each(program, costs, 8).max() for program in one.coded] for one in (built, *patterns)]
+        time, *of_patterns = (max(one.simulate(costs).span_ms) for one in (built, *patterns))
+        if not schedule_family(name).is_fitted:
+            assert held[0] in held[1:]
+        assert max(held[0]) > max(min(each) for each in zip(*held[1:], strict=True)) / 1.15
+        assert time > min(of_patterns) / 1.25
 
 
 def test_programs_that_depend_on_costs_are_not_taken_for_fixed() -> None:
-    fixed = [name for name in available_schedules() if fixed_program(name, 4, 8) is not None]
+    fixed = [name for name in available_schedules() if patterns_of(name, 4, 8) and not schedule_family(name).patterns]
     for name in fixed:
         costs = StageCosts([1.0, 5.0, 1.0, 2.0], [1.0, 0.1, 7.0, 1.0], [3.0, 1.0, 1.0, 1.0])
         one, other = (
@@ -263,12 +311,13 @@ def test_one_rank_by_itself_holds_one_microbatch_at_a_time() -> None:
     assert alone_on_rank == {"zb_h1"}  # the first of those that do
     for found in search.result.best:
         if found.layout.num_ranks == 1:
-            assert microbatches_held(found.planned.schedule) == [1]
+            assert microbatches_held(found.planned.schedule)[0][:, 0].max() == 1
 
 
 def test_a_head_in_parts_goes_with_blocks_that_run_again() -> None:
-    # compiled units leave tensor ranks out
-    search, _ = searched(*SMALL, "strategy.split_head=2", "schedules=[1f1b]", "strategy.compile=true")
+    # nodes of one device leave tensor ranks out
+    nodes = "trainer.devices=1", "trainer.num_nodes=2"
+    search, _ = searched(*SMALL, *nodes, "strategy.split_head=2", "schedules=[1f1b]")
     assert not search.result.impossible
     cuts = [found.planned.cut.split for found in search.result.best if found.layout.num_ranks == 2]
     assert cuts and all(sum("[" in unit for unit in cut.partition.unit_costs) == 2 for cut in cuts)

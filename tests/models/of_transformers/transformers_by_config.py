@@ -157,8 +157,11 @@ CASES: dict[str, Case] = {}
 
 
 def case(name: str, model: str, batch: Callable[[int], Any], **options: Any) -> None:
-    model_class = getattr(hf, model)
-    CASES[name] = Case(lambda: whole(model_class, model_class.config_class(**options)), batch)
+    def make() -> nn.Module:
+        model_class = getattr(hf, model)  # imports it, which takes a while
+        return whole(model_class, model_class.config_class(**options))
+
+    CASES[name] = Case(make, batch)
 
 
 def translated(count: int) -> dict[str, Tensor]:

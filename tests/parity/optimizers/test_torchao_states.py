@@ -100,6 +100,7 @@ def assert_close(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
         )
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("layout", "options"), [(STAGES, {}), (SHARDS, SHARDED)], ids=["stages", "shards"])
 def test_trains_and_resumes_as_one_device(
     pool: WorkerPool, tmp_path: Path, expected: dict[str, Tensor], layout: Layout, options: dict[str, Any]

@@ -64,7 +64,7 @@ def assert_trained_alike(outcomes: list[Any], weights: Weights, tolerance: float
             torch.testing.assert_close(value, weights[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_whole_batches_are_trained_bit_for_bit(pool: WorkerPool, recipe: str, schedule: str) -> None:
@@ -86,6 +86,7 @@ def test_microbatches_are_those_of_accumulated_gradients(pool: WorkerPool, recip
     assert ({(96, 32), (64, 32), (32, 64)} <= waited) == (schedule != "1f1b")
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_compiled_units_train(pool: WorkerPool, schedule: str) -> None:
     settings = {"schedule": schedule, "num_microbatches": 2, "compile": {"backend": "aot_eager"}}
@@ -107,7 +108,8 @@ def test_shards_gathered_in_float8_train_as_those_gathered_whole(pool: WorkerPoo
     assert (64, 32) in whole[0][2]
 
 
-@pytest.mark.parametrize("gathers_float8", [False, True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("gathers_float8", [True, False])
 def test_sharded_gradients_train_as_replicas(pool: WorkerPool, gathers_float8: bool) -> None:
     options = {"changes": {"enable_fsdp_float8_all_gather": True}} if gathers_float8 else {}
     replicas = pool.run(train_pipeline, "tensorwise", sharded(sharding="replicate"), world_size=4)

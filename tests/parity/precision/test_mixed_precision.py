@@ -286,7 +286,7 @@ def fit_norm_first(
     return weights_of(fitted_module)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("pipeline", "replicas", "options"),
     [(2, 1, {"schedule": "zb_h1"}), (2, 2, {"sharding": "full_shard"}), (1, 2, {"sharding": "replicate"})],

@@ -61,9 +61,9 @@ def evaluate_over_channels(schedule: str | None, limit_gib: float = 64.0) -> tup
 
 
 LAYOUTS: list[Any] = [
+    ("residual_mlp", Layout("auto", 3, 1, 4)),  # searches again between two steps
     ("residual_mlp", Layout("1f1b", 2, 1, 3)),
     ("residual_mlp", Layout("zb_h1", 2, 2, 3)),
-    ("residual_mlp", Layout("auto", 3, 1, 4)),  # searches again between two steps
     ("unet", Layout("zb_v", 2, 1, 4)),
     ("t5", Layout("v_half", 3, 1, 4)),
 ]
@@ -77,7 +77,7 @@ LAYOUTS += [
 ]
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=str)
 def test_training_is_that_of_one_device(pool: WorkerPool, model: str, layout: Layout) -> None:
     only_trains = layout.schedule == "auto"

@@ -45,11 +45,18 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+def tensor_size(strategy: dict[str, Any] | None) -> int:
+    return 1 if strategy is None else int(strategy.get("tensor_parallel_size", 1))
+
+
+def ranks_of(strategy: dict[str, Any]) -> int:
+    return int(strategy["pipeline_parallel_size"] * strategy["data_parallel_size"]) * tensor_size(strategy)
+
+
 def fitted(strategy: dict[str, Any] | None) -> dict[str, Tensor]:
     """The weights after training that this rank has."""
-    replicas = 1 if strategy is None else strategy["data_parallel_size"]
-    num_ranks = 1 if strategy is None else strategy["pipeline_parallel_size"] * replicas
-    replica = int(os.environ.get("RANK", "0")) % replicas
+    replicas, num_ranks = (1, 1) if strategy is None else (strategy["data_parallel_size"], ranks_of(strategy))
+    replica = int(os.environ.get("RANK", "0")) // tensor_size(strategy) % replicas
     tokens = torch.randint(VOCABULARY, (NUM_STEPS * BATCH_SIZE, 6), generator=torch.Generator().manual_seed(1))
     trainer = L.Trainer(
         accelerator="cpu" if strategy is None else "gpu",
@@ -67,6 +74,8 @@ def fitted(strategy: dict[str, Any] | None) -> dict[str, Tensor]:
     )
     module = Model()
     trainer.fit(module, DataLoader(TensorDataset(tokens[replica::replicas]), batch_size=BATCH_SIZE // replicas))
+    if tensor_size(strategy) > 1:
+        trainer.strategy.gather_module()  # type: ignore[attr-defined]
     return {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
         for name, p in module.named_parameters()
@@ -75,7 +84,10 @@ def fitted(strategy: dict[str, Any] | None) -> dict[str, Tensor]:
 
 def layout(pipeline: int, replicas: int, schedule: str, **options: Any) -> Any:
     arguments = {"pipeline_parallel_size": pipeline, "data_parallel_size": replicas, "schedule": schedule, **options}
-    return pytest.param(arguments, id=f"{pipeline}x{replicas}-{schedule}", marks=pytest.mark.gpu)
+    tensor = [options["tensor_parallel_size"]] if "tensor_parallel_size" in options else []
+    return pytest.param(
+        arguments, id="x".join(map(str, (pipeline, replicas, *tensor))) + f"-{schedule}", marks=pytest.mark.gpu
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,13 +100,15 @@ def layout(pipeline: int, replicas: int, schedule: str, **options: Any) -> Any:
         layout(2, 2, "zb_h1", sharding="full_shard"),
         layout(2, 2, "interleaved_1f1b", sharding="shard_grad_op"),
         layout(1, 4, "1f1b", sharding="full_shard", data_parallel_replicate_size=2),
+        layout(1, 1, "zb_h1", tensor_parallel_size=2),
+        layout(2, 1, "zb_v", tensor_parallel_size=2, sequence_parallel=True),
+        layout(1, 2, "1f1b", tensor_parallel_size=2, sharding="full_shard"),
     ],
 )
 def test_training_is_that_of_one_device(pool: WorkerPool, strategy: dict[str, Any]) -> None:
     expected = pool.run(fitted, None, world_size=1)[0]
-    num_ranks = strategy["pipeline_parallel_size"] * strategy["data_parallel_size"]
     weights: dict[str, Tensor] = {}
-    for result in pool.run(fitted, strategy, world_size=num_ranks, timeout=TIMEOUT_S):
+    for result in pool.run(fitted, strategy, world_size=ranks_of(strategy), timeout=TIMEOUT_S):
         weights |= result
     assert weights.keys() == expected.keys()
     for name, value in expected.items():

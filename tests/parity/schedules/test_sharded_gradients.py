@@ -19,7 +19,7 @@ TOLERANCE = 1e-9
 SCHEDULES = [name for name in available_schedules() if name != "auto"]
 MODES = [("replicate", None), ("shard_grad_op", None), ("full_shard", None), ("full_shard", 2)]
 MESHES = [(2, 2), (1, 4), (4, 1)]
-CASES_PER_RUN = 10
+CASES_PER_RUN = 6
 
 PRODUCT = [
     Case(schedule, mode, pipeline, replicas, budget=budget, checkpointing=checkpointing, accumulate=accumulate)

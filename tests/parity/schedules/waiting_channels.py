@@ -68,9 +68,9 @@ class ChannelTransport(Transport):
 
     made = itertools.count()
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._number = next(self.made)
-        super().__init__(*args, matches_by_tag=False)
+        super().__init__(*args, **kwargs, matches_by_tag=False)
 
     def _new_channel(self, channel: tuple[int, int]) -> Any:
         ranks = tuple(self._ranks[place] for place in channel)

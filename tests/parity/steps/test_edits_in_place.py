@@ -213,7 +213,7 @@ def train(kind: type[Edits], layout: Layout | None = None) -> tuple[list[float],
     return losses.found, float(trainer.callback_metrics["val_loss"]), whole_weights(module)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("edits", EDITS)
 def test_trained_as_on_one_device(pool: WorkerPool, edits: str, layout: Layout) -> None:

@@ -84,7 +84,7 @@ def train(layout: Layout | None, of: str, in_batch: bool = False, on_cpu: bool =
 LAYOUT = Layout("zb_h1", 2, num_microbatches=4)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("of", "in_batch"), [("documents", True), ("causal", True), ("documents", False), ("causal", False)]
 )

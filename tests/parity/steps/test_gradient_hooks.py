@@ -148,6 +148,7 @@ def refusal(layout: Layout, module: type[Classifier], kwargs: dict[str, Any], sh
     return str(caught.value)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("module", "when", "sharding", "words"),
     [

@@ -44,7 +44,7 @@ def trained_through(layout: Layout | None, kind: str) -> Any:
     return module.seen, plain(dict(trainer.callback_metrics))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["mse", "mae"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_loss_is_what_a_metric_returns(pool: WorkerPool, layout: Layout, kind: str) -> None:
@@ -92,7 +92,7 @@ def asked(layout: Layout | None) -> Any:
     return module.notes, plain(dict(trainer.callback_metrics))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "layout", [Layout("1f1b", 2, 1, 2), Layout("zb_v", 2, 1, 2), Layout("zb_h1", 3, 1, 4)], ids=str
 )

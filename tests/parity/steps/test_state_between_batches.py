@@ -187,7 +187,7 @@ def train(kind: type[Stateful], layout: Layout | None = None) -> tuple[list[floa
     return [*losses, float(trainer.callback_metrics["val_loss"])], whole_weights(module), sums
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", CARRIED, ids=lambda kind: kind.__name__)
 def test_one_microbatch_carries_state_as_one_device_does(pool: WorkerPool, kind: type[Stateful]) -> None:
     losses, expected, state = train(kind)
@@ -199,7 +199,7 @@ def test_one_microbatch_carries_state_as_one_device_does(pool: WorkerPool, kind:
     assert_equal_trees(weights, expected)
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("kind", CARRIED, ids=lambda kind: kind.__name__)
 def test_several_microbatches_are_refused_with_name_and_line(pool: WorkerPool, kind: type[Stateful]) -> None:
     report = pool.run(train, kind, FOUR, world_size=2, timeout=60, expect_failure=True)
@@ -228,6 +228,7 @@ def test_state_in_validation_is_refused_in_its_first_batch(pool: WorkerPool) -> 
         assert "validation_step of Notes leaves a tensor in self.hidden" in failure.message
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("layout", [ONE, FOUR], ids=str)
 def test_a_buffer_that_a_step_replaces_is_refused(pool: WorkerPool, layout: Layout) -> None:
     report = pool.run(train, InABuffer, layout, world_size=2, timeout=60, expect_failure=True)
@@ -263,6 +264,7 @@ class NothingCarried(Stateful):
         self.kept.clear()
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("layout", [ONE, FOUR], ids=str)
 def test_what_is_kept_otherwise_is_not_refused(pool: WorkerPool, layout: Layout) -> None:
     losses, _, state = train(NothingCarried)

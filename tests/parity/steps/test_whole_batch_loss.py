@@ -64,7 +64,7 @@ def check(
     assert found_weights == expected["weights"].keys()
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("loss", "layout"), COVERING, ids=str)
 def test_like_one_device(pool: WorkerPool, loss: str, layout: Layout) -> None:
     check(pool, loss, layout)
@@ -174,6 +174,7 @@ def test_ways_of_a_step(pool: WorkerPool, model: Any) -> None:
     check(pool, "contrastive", Layout("zb_v", 2, 1, 4), model)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("arguments", [{"activation_checkpointing": True}, {"device_memory_gib": 1.0}], ids=str)
 def test_with_other_arguments_of_the_strategy(pool: WorkerPool, arguments: dict[str, Any]) -> None:
     check(pool, "loss_module", Layout("zb_h1", 2, 1, 3), arguments=arguments)
@@ -321,7 +322,7 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("model", "message"), REFUSED, ids=[model.__name__ for model, _ in REFUSED])
 def test_what_cannot_be_is_refused_and_nothing_hangs(pool: WorkerPool, model: Any, message: str) -> None:
     layout = Layout("zb_h1", 2, 1, 4)

@@ -43,7 +43,7 @@ def check_equals_one_device(pool: WorkerPool, kind: str, options: Options, val: 
     assert len(expected) >= 6
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("kind", LOADERS)
 def test_every_kind_of_loader(pool: WorkerPool, kind: str) -> None:
     check_equals_one_device(pool, kind, {})
@@ -56,12 +56,14 @@ def test_with_validation_before_and_between(pool: WorkerPool, kind: str, val: st
     check_equals_one_device(pool, kind, {}, val)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("kind", ["shuffle", "dataset with a generator"])
 @pytest.mark.parametrize("draws", ["before", "after"])
 def test_hooks_that_draw_before_the_first_batch(pool: WorkerPool, kind: str, draws: str) -> None:
     check_equals_one_device(pool, kind, {"draws": draws})
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["shuffle", "dataset that counts"])
 def test_the_number_of_steps_asked_for_in_configure_optimizers(pool: WorkerPool, kind: str) -> None:
     check_equals_one_device(pool, kind, {"asks_for_steps": True})

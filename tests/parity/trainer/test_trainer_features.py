@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -12,12 +10,10 @@ import torch
 import torch.nn.functional as F
 from feature_parts import Data, assert_equal_trees, check_on_every_rank, make, plain
 from feature_parts import make_unchecked_trainer as make_trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from parity_run import Layout, whole_weights
 from pool import WorkerPool
 from small_models import NUM_CLASSES, Classifier
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
@@ -70,44 +66,6 @@ class Notes(L.Callback):
 
     def on_test_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.note(trainer, "test")
-
-
-# ---------------------------------------------------------------- callbacks that monitor
-
-
-class Overfitting(Classifier):
-    """The validation loss soon rises, and the learning rate depends on it."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
-
-
-def monitored(layout: Layout | None, folder: Path) -> Any:
-    folder = folder / ("one_device" if layout is None else str(layout))
-    checkpoint = ModelCheckpoint(folder, "{epoch}-{val_loss:.6f}", monitor="val_loss", save_top_k=2, save_last=True)
-    stopping = EarlyStopping("val_loss", patience=2)
-    trainer = make_trainer(layout, max_epochs=20, enable_checkpointing=True, callbacks=[checkpoint, stopping])
-    module = make(Overfitting, lr=0.8)
-    trainer.fit(module, Data())
-    return {
-        "best": Path(checkpoint.best_model_path).name,
-        "best score": plain(checkpoint.best_model_score),
-        "kept": sorted(Path(path).name for path in checkpoint.best_k_models),
-        "on_disk": sorted(path.name for path in folder.iterdir()),
-        "stopped epoch": stopping.stopped_epoch,
-        "epochs": trainer.current_epoch,
-        "steps": trainer.global_step,
-        "lr": trainer.optimizers[0].param_groups[0]["lr"],
-        "weights": trained_part(module, layout),
-    }
-
-
-@pytest.mark.parametrize("layout", [TWO_STAGES, at_night(THREE_STAGES), at_night(TWO_BY_TWO)], ids=str)
-def test_callbacks_that_monitor_agree(pool: WorkerPool, tmp_path: Path, layout: Layout) -> None:
-    expected = check_on_every_rank(pool, monitored, layout, tmp_path)
-    assert 0 < expected["stopped epoch"] < 19 and expected["lr"] < 0.8, "the run must exercise both callbacks"
 
 
 # ---------------------------------------------------------------- self.log
@@ -193,6 +151,7 @@ def synced_logging(layout: Layout | None) -> Any:
     return notes.taken
 
 
+@pytest.mark.nightly
 def test_synced_logs_are_those_of_the_whole_batch(pool: WorkerPool) -> None:
     check_on_every_rank(pool, synced_logging, TWO_BY_TWO)
 
@@ -360,6 +319,7 @@ def evaluated_alone(layout: Layout | None, verb: str) -> Any:
     return [plain(metrics) for metrics in getattr(trainer, verb)(make(), Data(), verbose=False)]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("verb", "layout"),
     [
@@ -438,7 +398,7 @@ def flagged(layout: Layout | None, flags: dict[str, Any]) -> Any:
     }
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("flags", FLAGS)
 def test_flags_that_choose_batches(pool: WorkerPool, flags: str) -> None:
     expected = check_on_every_rank(pool, flagged, TWO_STAGES, FLAGS[flags])
@@ -481,7 +441,7 @@ TOLERANCES = {"32-true": 2e-6, "bf16-true": 3e-2, "bf16-mixed": 1e-2}
     ("precision", "layout"),
     [
         ("32-true", TWO_STAGES),
-        ("bf16-true", THREE_STAGES),
+        at_night("bf16-true", THREE_STAGES),
         ("bf16-mixed", TWO_STAGES),
         at_night("32-true", THREE_STAGES),
         at_night("bf16-true", TWO_STAGES),
@@ -495,6 +455,7 @@ def test_precisions(pool: WorkerPool, precision: str, layout: Layout) -> None:
     assert expected["outputs"][0]["dtype"] == dtypes[precision]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_precisions_with_shards(pool: WorkerPool, precision: str) -> None:
     """Outputs are of a replica's batch there, and the validation loss of all."""
@@ -504,91 +465,7 @@ def test_precisions_with_shards(pool: WorkerPool, precision: str) -> None:
             assert_equal_trees(mine["val_loss"], theirs["val_loss"], tolerance=TOLERANCES[precision])
 
 
-# ---------------------------------------------------------------- where the data comes from
-
-
-def single_loader(layout: Layout | None) -> Any:
-    """Loaders given to ``fit`` itself, and no data module."""
-    data = Data()
-    trainer, module, notes = make_trainer(layout), make(), Notes()
-    data.trainer = trainer
-    trainer.callbacks.append(notes)
-    loaders: list[DataLoader[Any]] = [data.train_dataloader(), data.val_dataloader()]
-    trainer.fit(module, *loaders)
-    return {"notes": notes.taken, "weights": trained_part(module, layout)}
-
-
-def test_loaders_given_to_fit(pool: WorkerPool) -> None:
-    check_on_every_rank(pool, single_loader, TWO_STAGES)
-
-
-class Shuffled(Data):
-    """An ordinary shuffling loader; samples are augmented at random."""
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        ordered = super().train_dataloader()
-
-        def augmented(samples: list[Any]) -> list[Tensor]:
-            x, y = torch.utils.data.default_collate(samples)
-            return [x + 0.1 * torch.randn_like(x), y]
-
-        return DataLoader(ordered.dataset, batch_size=self.train_batch, shuffle=True, collate_fn=augmented)
-
-
-def shuffled(layout: Layout | None) -> Any:
-    module, notes = make(), Notes()
-    L.seed_everything(5, verbose=False)
-    trainer = make_trainer(layout, callbacks=[notes], use_distributed_sampler=True, num_sanity_val_steps=1)
-    trainer.fit(module, Shuffled())
-    return {"notes": notes.taken, "weights": trained_part(module, layout)}
-
-
-@pytest.mark.parametrize("layout", [TWO_STAGES, at_night(THREE_STAGES)], ids=str)
-def test_one_replica_shuffles_as_one_device(pool: WorkerPool, layout: Layout) -> None:
-    check_on_every_rank(pool, shuffled, layout)
-
-
-class OneBatch(Data):
-    """Loaders without a sampler of their own; all samples of an epoch are in one batch of all replicas."""
-
-    def loader(self, num_samples: int, batch_size: int, seed: int) -> DataLoader[Any]:
-        ordered = super().loader(8, 8, seed)
-        return DataLoader(ordered.dataset, batch_size=ordered.batch_size, shuffle=seed == 1)
-
-
-def sampled_by_lightning(layout: Layout | None) -> Any:
-    module, notes = make(), Notes()
-    make_trainer(layout, callbacks=[notes], use_distributed_sampler=True).fit(module, OneBatch())
-    return {
-        "validation": [note["callback"]["val_loss"] for when, note in notes.taken if when == "validation"],
-        "weights": trained_part(module, layout),
-    }
-
-
-def test_lightnings_sampler_divides_by_replica(pool: WorkerPool) -> None:
-    check_on_every_rank(pool, sampled_by_lightning, TWO_BY_TWO)
-
-
-class Stream(IterableDataset[Any]):
-    """Batches without a known number."""
-
-    def __iter__(self) -> Iterator[Any]:
-        generator = torch.Generator().manual_seed(9)
-        for size in (8, 5, 2, 8):
-            x = torch.randn(size, 6, generator=generator, dtype=torch.float64)
-            yield x, torch.randint(0, NUM_CLASSES, (size,), generator=generator)
-
-
-def streamed(layout: Layout | None) -> Any:
-    module, notes = make(), Notes()
-    trainer = make_trainer(layout, callbacks=[notes])
-    trainer.fit(module, DataLoader(Stream(), batch_size=None), DataLoader(Stream(), batch_size=None))
-    return {"notes": notes.taken, "weights": trained_part(module, layout)}
-
-
-def test_a_stream_of_batches(pool: WorkerPool) -> None:
-    expected = check_on_every_rank(pool, streamed, TWO_STAGES)
-    assert expected["notes"][-1][1]["step"] == 8
+# ---------------------------------------------------------------- where layers are made
 
 
 class BuiltLate(Classifier):

@@ -111,7 +111,7 @@ def check(pool: WorkerPool, name: str, num_stages: int, schedule: str, run: Call
 AT_NIGHT = ("windows", "diffusion", "perceiver", "detector", "adapted", "state_space", "tasks")
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in AT_NIGHT else []) for name in ARCHITECTURES]
 )
@@ -119,13 +119,14 @@ def test_pipeline_equals_one_device(pool: WorkerPool, name: str) -> None:
     check(pool, name, 2, "zb_h1")
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["bootstrap", "momentum_contrast"])
 def test_parameters_that_follow_others_across_three_stages(pool: WorkerPool, name: str) -> None:
     """Groups of holders overlap here: the last stage shares parameters with both others."""
     check(pool, name, 3, "1f1b")
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_units_that_ran_once_beforehand_train_the_same(pool: WorkerPool, name: str) -> None:
     check(pool, name, 2, "zb_h1", run_with_units_first)

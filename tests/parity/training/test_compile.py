@@ -142,6 +142,7 @@ def compiled_graphs(num_blocks: int, schedule: str) -> tuple[int, list[str], lis
     return counter.frame_count, [str(w.message) for w in caught if "compile" in str(w.message)], far
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("schedule", ["zb_h1", "1f1b"])
 def test_layers_of_torch_run_as_they_are(pool: WorkerPool, schedule: str) -> None:
     (first, warned, far), (last, _, far_last) = pool.run(compiled_graphs, 2, schedule, world_size=2, timeout=200)

@@ -166,7 +166,7 @@ def held_and_estimated(device: str) -> tuple[int, float, int]:
     schedule, _ = engine.last_training_step
     split, dtypes = engine.split, step_dtypes(strategy.precision_plugin)
     model = MemoryModel.of(strategy.options.sharding, strategy.sizes.data_parallel_shard, dtypes, optimizer=optimizer)
-    estimate = model.estimate(split.record, split.partition, split.placement, split.parameter_sizes(), schedule)
+    estimate = model.estimate(split.record, split.partition, split.placement, split.parameter_sizes, schedule)
     memory = estimate.ranks[engine.rank]
     assert memory.activations_bytes is not None
     estimated = Need(memory, memory.activations_bytes).peak_bytes + WORKSPACE_BYTES[device]

@@ -92,7 +92,7 @@ def check(pool: WorkerPool, kind: type[DepthOfBatch], sharding: str) -> None:
     assert sorted(weights) == sorted(expected)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op", "replicate"])
 def test_gradients_are_those_of_all_replicas(pool: WorkerPool, sharding: str) -> None:
     check(pool, DepthOfBatch, sharding)

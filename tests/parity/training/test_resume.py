@@ -231,6 +231,25 @@ def test_tensor_size_changes_at_every_stop(pool: WorkerPool, tmp_path: Path, cha
     check_chain(pool, tmp_path, TENSOR_CHAINS[chain], replace(SETTINGS, only_trains=True))
 
 
+TWO_TENSOR_RANKS = Layout("1f1b", 1, 1, 2, tensor=2)
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        [(TWO_TENSOR_RANKS, True), (ONE_DEVICE, True), (TWO_TENSOR_RANKS, False)],
+        pytest.param(
+            [(TWO_TENSOR_RANKS, False), (TWO_STAGES, False), (TWO_TENSOR_RANKS, False)], marks=pytest.mark.nightly
+        ),
+    ],
+    ids=["files", "folders"],
+)
+def test_a_vocabulary_in_unequal_parts(
+    pool: WorkerPool, tmp_path: Path, chain: list[tuple[Layout | None, bool]]
+) -> None:
+    check_chain(pool, tmp_path, chain, replace(SETTINGS, model="odd_gpt2", only_trains=True))
+
+
 @pytest.mark.nightly  # the elastic training below has them as well, in another order
 @pytest.mark.parametrize("chain", CHAINS)
 def test_layout_changes_at_every_stop(pool: WorkerPool, tmp_path: Path, chain: str) -> None:

@@ -170,10 +170,15 @@ def most_held(route: Route) -> int:
 def test_the_plan_counts_the_bytes_of_messages_that_a_rank_holds(name: str, kind: str) -> None:
     schedule = build_schedule(name, num_ranks=4, num_microbatches=12)
     edges = plans_of(schedule, kind)[0].edges
-    values = [(edge.source, edge.target, edge.spec.num_bytes, edge.has_gradient) for edge in edges]
+    values = [(edge.source, edge.target, *[edge.spec.num_bytes] * 2, edge.has_gradient) for edge in edges]
     for route, counted in zip(routes_of(schedule, kind), message_peaks(schedule, values), strict=True):
         most = most_held(route)
         assert most <= counted <= 1.5 * most, (most, counted)
+
+
+def test_messages_in_parts_are_whole_while_they_are_used() -> None:
+    schedule = build_forward_only(build_schedule("1f1b", num_ranks=2, num_microbatches=1).placement, 1)
+    assert message_peaks(schedule, [(0, 1, 2, 8, False)]) == (2, 8)
 
 
 def test_the_posting_of_backends_with_tags_would_wait_for_itself() -> None:

@@ -71,6 +71,7 @@ def test_cuts_inside_blocks_are_the_whole_model(name: str, num_stages: int) -> N
     assert set(pipeline.split.partition.stage_of_unit.values()) == set(range(num_stages))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["llama", "checkpointed_llama"])
 def test_a_cut_inside_a_block_sends_one_activation(name: str) -> None:
     """The residual, as a cut between blocks does, whether the block checkpoints itself or not."""

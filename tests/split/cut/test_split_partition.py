@@ -74,6 +74,7 @@ def rank_times(costs: dict[str, UnitCost], starts: tuple[int, ...], placement: P
     return totals
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_slowest_rank_is_within_two_percent_of_the_best_of_all_cuts(name: str) -> None:
     _, record, num_parameters = recorded_model(name)

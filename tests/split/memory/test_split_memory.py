@@ -40,7 +40,7 @@ def estimate(
 ) -> MemoryEstimate:
     split = pipeline.split
     record = replace(pipeline.plans(batch)[0].record, recomputed_units=frozenset(checkpointed_units))
-    return estimate_memory(record, split.partition, split.placement, split.parameter_sizes(), **options)
+    return estimate_memory(record, split.partition, split.placement, split.parameter_sizes, **options)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

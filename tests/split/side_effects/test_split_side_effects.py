@@ -284,6 +284,7 @@ class WithPlainContext(WithContext):
     context = PlainContext
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("architecture", [WithContext, WithPlainContext])
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("runs_again", [False, True])
@@ -390,6 +391,7 @@ def test_a_number_made_of_values_is_not_made_up_on_other_stages(block: type[Bloc
     assert "the unit 'blocks.0' computes it on another stage" in message and "x.sum()" in message
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize(
     "architecture", [CollectingInside, ReadingAttributes, AppendingToLists, Balanced, ChangingInside]
 )

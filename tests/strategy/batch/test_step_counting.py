@@ -158,6 +158,7 @@ def fit_in_pipeline(kind: type[Reader]) -> tuple[dict[str, Tensor], int]:
     return fitted(kind, strategy, devices=2)
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("kind", REHEARSALS, ids=lambda kind: kind.__name__)
 def test_counts_are_those_of_the_whole_batch(pool: WorkerPool, kind: type[Reader]) -> None:
     expected, _ = fitted(kind)

@@ -115,7 +115,7 @@ def test_state_dict_of_copies(pool: WorkerPool, as_file: bool, tmp_path: Any) ->
     check_on_every_rank(pool, trained_twice, TWO_STAGES, Copied, as_file, str(tmp_path))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("as_file", [False, True], ids=["folder", "file"])
 @pytest.mark.parametrize("layout", [TWO_STAGES, Layout("1f1b", 2, 2, 2)], ids=str)
 def test_groups_added_in_training(pool: WorkerPool, layout: Layout, as_file: bool, tmp_path: Any) -> None:

@@ -79,6 +79,7 @@ BATCH_SIZE = 4
 LAYOUT = Layout("1f1b", 2, 1, 2)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("kind", [Raises, LogsText, NoLoader, LogsForLoader, LogsMadeMetric])
 def test_the_error_is_that_of_one_device(pool: WorkerPool, kind: type[Blocks]) -> None:
     name, text, _ = error_of(kind, None)
@@ -101,6 +102,7 @@ def test_code_that_needs_all_rows_is_told_of_the_cut(pool: WorkerPool) -> None:
     )
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", [NotANumber, Infinite])
 def test_a_loss_that_is_not_finite_is_told_as_such(pool: WorkerPool, kind: type[Blocks]) -> None:
     of_ranks = pool.run(error_of, kind, LAYOUT, world_size=2)

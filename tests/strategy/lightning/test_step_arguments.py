@@ -130,7 +130,7 @@ def combined(layout: Layout | None, loop: str, mode: Any) -> Any:
     return result or {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("loop", "mode"),
     [

@@ -156,6 +156,7 @@ def fit_in_a_grid(num_replicas: int, last_stage_rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("world_size", "num_replicas", "last_stage_rank"), [(2, 1, 1), (2, 1, 0), (2, 2, 0), (4, 2, 1)]
 )

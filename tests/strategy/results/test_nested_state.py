@@ -81,7 +81,7 @@ def kept(layout: Layout | None) -> Any:
     return {name: plainly(getattr(module, name)) for name in names}
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "layout", [Layout("interleaved_1f1b", 1, 1, 2), Layout("1f1b", 2, 1, 2), Layout("zb_h1", 3, 1, 4)], ids=str
 )

@@ -44,7 +44,7 @@ def fit_watched(method: str, stages: int | None) -> tuple[float, bool, int, int]
     return float(run.callback_metrics["mean"]), is_theirs, module.watcher.note, module.watcher.call_count
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("method", ["reset", "update", "compute", "forward"])
 def test_a_metric_with_a_watched_method_trains(pool: WorkerPool, method: str) -> None:
     expected = fit_watched(method, None)

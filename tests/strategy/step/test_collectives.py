@@ -58,6 +58,7 @@ def gathers(replicas: int | None, microbatches: int = 4) -> tuple[dict[str, Any]
     return module.found, places
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_one_replica_gathers_as_one_device(pool: WorkerPool, microbatches: int) -> None:
     [(expected, _)] = pool.run(gathers, None, world_size=1)
@@ -134,6 +135,7 @@ def scales(replicas: int) -> tuple[list[int], float, list[int]]:
     return module.sizes, run.optimizers[0].param_groups[0]["lr"], asked
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_who_asks_for_processes_and_devices_is_told_their_number(pool: WorkerPool, replicas: int) -> None:
     """The trainer answers as with every strategy, whoever asks; the strategy knows the replicas."""

@@ -173,7 +173,7 @@ def fit_refused(kind: type[Blocks], options: dict[str, Any]) -> None:
     trainer.fit(kind(), loader())
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("kind", "options", "pattern"), ERRORS)
 def test_what_cannot_be_known_is_told_in_the_first_batch(
     pool: WorkerPool, kind: type[Blocks], options: dict[str, Any], pattern: str

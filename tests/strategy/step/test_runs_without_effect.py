@@ -123,6 +123,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("kind", ERRORS)
 def test_errors_are_the_steps_own_on_every_rank(pool: WorkerPool, kind: str) -> None:
     for found in pool.run(outcome, kind, world_size=2):

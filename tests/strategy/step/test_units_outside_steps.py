@@ -80,7 +80,7 @@ def weights_without() -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("hook", "use", "error", "said"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,8 +16,9 @@ from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.model_cutter import Cut
 from lightning_pp.planning.stage_model import RecordedModel, assign_stages
-from lightning_pp.schedule import Placement, Schedule
-from lightning_pp.schedule.program.coded import B, F, I
+from lightning_pp.schedule import Placement, Schedule, StageCosts
+from lightning_pp.schedule.merging import merge_first_stage
+from lightning_pp.schedule.program.coded import B, F, I, W
 from lightning_pp.schedule.registry import ScheduleRequest, schedule_family
 from lightning_pp.split.cut.partition import Partition, inseparable_groups, partition_units
 from lightning_pp.split.cut.unit_costs import estimate_unit_costs, weighted
@@ -25,6 +26,9 @@ from lightning_pp.split.memory.activation_memory import least_held
 from lightning_pp.split.memory.state_memory import ParameterSize
 
 Numbers = npt.NDArray[np.float64]
+Held = npt.NDArray[np.int64]
+ONE_MICROBATCH: Held = np.array([[1, 0]])
+"""What any rank holds at some time."""
 
 # for sums of many numbers, so that rounding leaves out nothing
 _ROUNDING = 1e-9
@@ -35,8 +39,8 @@ class Blocks:
     """What can be on one stage or another: units that may be cut between, each by itself.
 
     Attributes:
-        milliseconds: Of F, I and W of one microbatch. Shape (n).
-        held: Bytes of one microbatch from F to I. Shape (n).
+        milliseconds: Of F, of I and of W of one microbatch. Shape (3, n).
+        held: Bytes of one microbatch from F to I, and from I to W. Shape (2, n).
         parameters: Those of each block; one that several share is with the first. Length n.
     """
 
@@ -65,17 +69,17 @@ class Blocks:
         block_of_unit = {unit: index for index, group in enumerate(groups) for unit in group}
         split = assign_stages(recording, placement=one, partition=whole)
         parameters: list[list[ParameterSize]] = [[] for _ in groups]
-        for parameter in split.parameter_sizes():
+        for parameter in split.parameter_sizes:
             if parameter.unit in block_of_unit:
                 parameters[block_of_unit[parameter.unit]].append(parameter)
-        held = np.zeros(len(groups))
+        held = np.zeros((2, len(groups)))
         for unit, num_bytes in least_held(counted.record).items():
-            held[block_of_unit[unit]] += num_bytes
+            held[:, block_of_unit[unit]] += num_bytes
         apart = Partition(len(groups), {**whole.stage_of_unit, **block_of_unit}, whole.unit_costs)
         cut = Cut(replace(split, partition=apart, placement=Placement.interleaved(1, len(groups))), is_measured=False)
         nothing = [0.0] * len(groups)
         stages = costs.of(cut, (), nothing, nothing).per_stage(len(groups))
-        times = np.sum([stages.forward, stages.backward_input, stages.backward_weight], axis=0)
+        times = np.array([stages.forward, stages.backward_input, stages.backward_weight])
         return cls(times, held, parameters)
 
     def longest_work(self, num_ranks: int) -> float:
@@ -83,7 +87,7 @@ class Blocks:
 
         That rank has no less than the mean; and of the ``k * num_ranks + 1`` largest blocks some rank has ``k + 1``.
         """
-        falling = np.sort(self.milliseconds)[::-1]
+        falling = np.sort(self.milliseconds.sum(axis=0))[::-1]
         total = np.concatenate(([0.0], np.cumsum(falling)))
         least = total[-1] / num_ranks
         for k in range((len(falling) - 1) // num_ranks + 1):
@@ -96,6 +100,10 @@ class Blocks:
         """Milliseconds of a microbatch on one rank."""
         return float(self.milliseconds.sum())
 
+    def equal_stages(self, num_stages: int) -> StageCosts:
+        """Costs of stages that are all alike, without messages."""
+        return StageCosts(*(self.milliseconds.sum(axis=1) / num_stages))
+
     def state(self, model: MemoryModel) -> Numbers:
         """Bytes of each block, whatever runs: parameters, gradients, the optimizer's state. Shape (n)."""
         sizes, found = model.state, []
@@ -105,7 +113,7 @@ class Blocks:
             found.append(state.total_bytes - (state.gathered_parameters_bytes if is_window else 0))
         return np.array(found, dtype=float)
 
-    def can_fit(self, state: Numbers, num_held: Sequence[int], limit_bytes: float) -> bool:
+    def can_fit(self, state: Numbers, num_held: Sequence[Held], limit_bytes: float) -> bool:
         """Whether ranks that hold so many microbatches may have room for all blocks.
 
         No if all ranks together have not, if one block is too large, or if the ranks cannot hold as many blocks as
@@ -113,21 +121,38 @@ class Blocks:
 
         Args:
             state: As :meth:`state` says.
-            num_held: For each rank, microbatches that it holds of all its blocks at one time.
+            num_held: For each rank, microbatches that it holds of all its blocks at one time or another.
             limit_bytes: Of each rank.
         """
-        limit, room = limit_bytes * (1 + _ROUNDING), 0
-        least = state + min(num_held) * self.held
+        limit = limit_bytes * (1 + _ROUNDING)
+        of_blocks = state + self._most_at_once(num_held)
+        least = of_blocks.min(axis=0)
         if least.sum() > len(num_held) * limit or least.max() > limit:
             return False
-        for number in num_held:
-            growing = np.cumsum(np.sort(state + number * self.held))
-            room += int(np.searchsorted(growing, limit, side="right"))
-        return room >= len(state)
+        growing = np.cumsum(np.sort(of_blocks), axis=1)
+        return int(np.sum(growing <= limit)) >= len(state)
 
-    def least_need(self, state: Numbers, num_held: Sequence[int]) -> float:
+    def _most_at_once(self, num_held: Sequence[Held]) -> Numbers:
+        """What microbatches of each block hold on each rank when all blocks there would hold most. Shape (p, n)."""
+        totals = self.held.sum(axis=1)
+        return np.array([numbers[np.argmax(numbers @ totals)] for numbers in num_held]) @ self.held
+
+    def about_need(self, state: Numbers, sums_held: Sequence[Held], num_stages: int) -> float:
+        """What the fullest rank holds if no rank has less than its share of blocks, rounded down.
+
+        Args:
+            state: As :meth:`state` says.
+            sums_held: For each rank, microbatches that it holds at one time or another, added over its stages.
+            num_stages: Of all ranks.
+        """
+        num_ranks = len(sums_held)
+        share = len(state) // num_ranks / len(state)
+        most = max(float((numbers @ self.held.sum(axis=1)).max()) for numbers in sums_held)
+        return share * (float(state.sum()) + most * num_ranks / num_stages)
+
+    def least_need(self, state: Numbers, num_held: Sequence[Held]) -> float:
         """The least limit by which :meth:`can_fit` says yes, to within a thousandth below."""
-        low, high = 0.0, float(np.sum(state + max(num_held) * self.held))
+        low, high = 0.0, float(np.sum(state + self._most_at_once(num_held)))
         while high - low > 1e-3 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self.can_fit(state, num_held, middle) else (middle, high)
@@ -145,26 +170,33 @@ class _LooksAtCostsError(Exception):
     """The schedule depends on costs."""
 
 
-def fixed_program(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule | None:
-    """A schedule that is the same for all costs; None if ``name`` has none such for these sizes."""
+def patterns_of(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> list[Schedule]:
+    """The schedules that ``name`` chooses from by the costs, or fits to them; none where they are not known."""
     family = schedule_family(name)
     if not family.allows(stages_per_rank) or family.is_search:
-        return None
+        return []
     costs: Any = _Untouched()
+    request = ScheduleRequest(num_ranks, num_microbatches, stages_per_rank, costs, None)
     try:
-        return family.build(ScheduleRequest(num_ranks, num_microbatches, stages_per_rank, costs, None))
+        found = [family.build(request)] if family.patterns is None else family.patterns(request)
     except (_LooksAtCostsError, ScheduleError):
-        return None
+        return []
+    return [merge_first_stage(one) for one in found]
 
 
-def microbatches_held(schedule: Schedule) -> list[int]:
-    """For each rank, the most microbatches that it holds of all its stages at one time, between F and I or B."""
+def microbatches_held(schedule: Schedule, of_stages: Callable[..., Any] = np.min) -> list[Held]:
+    """For each rank, the microbatches that it holds of all its stages: between F and I, and between I and W.
+
+    An array for each rank, of shape (number of different pairs, 2). ``np.sum`` for ``of_stages`` adds those of each.
+    """
     found = []
     for rank, program in enumerate(schedule.coded):
         kinds, stages, _ = program.parts()
-        steps = np.where(kinds == F, 1, np.where((kinds == I) | (kinds == B), -1, 0))
-        held = [np.cumsum(np.where(stages == own, steps, 0)) for own in schedule.placement.stages_of_rank(rank)]
-        found.append(int(np.min(held, axis=0).max()))
+        saved = np.where(kinds == F, 1, np.where((kinds == I) | (kinds == B), -1, 0))
+        queued = np.where(kinds == I, 1, np.where(kinds == W, -1, 0))
+        own = schedule.placement.stages_of_rank(rank)
+        held = [[np.cumsum(np.where(stages == stage, steps, 0)) for steps in (saved, queued)] for stage in own]
+        found.append(np.unique(of_stages(held, axis=0), axis=1).T)
     return found
 
 

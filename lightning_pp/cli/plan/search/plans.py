@@ -6,11 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+import numpy as np
+
 from lightning_pp.cli.plan.collectives import Collectives
 from lightning_pp.cli.plan.costs import Costs, Speed
 from lightning_pp.cli.plan.memory import PlanMemory, RankBytes
 from lightning_pp.cli.plan.schedules import PlannedSchedule, Planner
-from lightning_pp.cli.plan.search.bounds import Blocks, Numbers, fixed_program, least_span, microbatches_held
+from lightning_pp.cli.plan.search.bounds import (
+    ONE_MICROBATCH,
+    Blocks,
+    Held,
+    Numbers,
+    least_span,
+    microbatches_held,
+    patterns_of,
+)
 from lightning_pp.cli.plan.search.recordings import Recordings
 from lightning_pp.cli.plan.search.space import Layout, ShardingChoice, Space
 from lightning_pp.distributed.sizes import ParallelSizes
@@ -22,12 +32,19 @@ from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_model import RecordedModel
 from lightning_pp.schedule import Schedule
+from lightning_pp.schedule.registry import schedule_family
 from lightning_pp.split.data.microbatch import Microbatch, first_samples
 from lightning_pp.strategy.plan_only import FirstStep
 
 NUM_BEST = 10
 _WORTH_TELLING = 1.5
 """Plans with a step that is longer than the best by more than half are none of the best, though there be few."""
+_FITTED = 1.25
+"""What fitting an order to the costs, and stages to the order, may gain over a pattern on equal stages, at the most."""
+_UNEVEN = 1.15
+"""As much less the fullest rank may hold than with equal stages."""
+_FEW_ACTIONS = 1000
+"""So few are fitted in no time, and may gain more."""
 _IMPOSSIBLE = (ConfigurationError, SplitError, ScheduleError)
 
 
@@ -118,7 +135,9 @@ class PlanSearch:
         self._costs = cache(self._costs_of)
         self._recordings = cache(self._recordings_of)
         self._memory_model = cache(self._memory_model_of)
-        self._program = cache(fixed_program)
+        self._patterns = cache(patterns_of)
+        self._held = cache(lambda over, *sizes: [microbatches_held(one, over) for one in self._patterns(*sizes)])
+        self._first_sizes: dict[bool, int] = {}
         self._blocks: dict[int, Blocks] = {}
         self._states: dict[tuple[int, ShardingChoice, int], Numbers] = {}
 
@@ -139,7 +158,7 @@ class PlanSearch:
             result.num_plans += len(self._space.sharding_of(layout))
             try:
                 tell(f"recording the step on microbatches of size {layout.microbatch_size}")
-                known.append((self._least_time(layout, None) * _bubble(layout), layout))
+                known.append((self._least_time(layout, []) * _bubble(layout), layout))
             except _IMPOSSIBLE as error:
                 result.give_up(layout, len(self._space.sharding_of(layout)), error)
         known.sort(key=lambda pair: pair[0])
@@ -157,16 +176,20 @@ class PlanSearch:
     def _look_at(self, layout: Layout, result: SearchResult) -> list[tuple[Layout, ShardingChoice]]:
         """Cuts and simulates the plans of ``layout`` that may be among the best; those that do not fit."""
         choices = self._space.sharding_of(layout)
-        program = self._fixed_program(layout)
-        if self._least_time(layout, program) > result.longest:
+        patterns = self._patterns_of(layout)
+        if self._least_time(layout, patterns) > result.longest:
             result.num_slower += len(choices)
             return []
-        unfit, found = [], list[FoundPlan]()
+        may_fit = [choice for choice in choices if self._may_fit(layout, choice)]
+        unfit, found = [(layout, choice) for choice in choices if choice not in may_fit], list[FoundPlan]()
+        if may_fit and self._time_of_patterns(layout, patterns) > _FITTED * result.longest:
+            result.num_slower += len(may_fit)
+            return unfit
         like: PlannedSchedule | None = None
-        for choice in choices:
-            if not self._may_fit(layout, choice, program):
-                unfit.append((layout, choice))
-                continue
+        for place, choice in enumerate(may_fit):
+            if like is not None and self._is_shared(layout) and like.time_in_a_row > result.longest:
+                result.num_slower += len(may_fit) - place  # no gathers and reductions make it shorter
+                break
             try:
                 plan = self._planned(layout, choice, like)
             except _IMPOSSIBLE as error:
@@ -182,6 +205,10 @@ class PlanSearch:
             result.add(min(found, key=lambda plan: plan.order))
         return unfit
 
+    def _is_shared(self, layout: Layout) -> bool:
+        """Whether all shardings have the same cut and schedule."""
+        return self._options.device_memory_gib is None and not schedule_family(layout.schedule).is_search
+
     def _planned(self, layout: Layout, choice: ShardingChoice, like: PlannedSchedule | None) -> FoundPlan:
         """One plan; ``like`` is its layout with another sharding."""
         cutter = self._cutter(layout, choice)
@@ -190,7 +217,7 @@ class PlanSearch:
         source, costs = cutter.options.schedule.source, self._costs(layout.num_replicas * layout.num_tensor_ranks)
         links = costs.links
         assert links is not None, "only milliseconds compare computation with communication"
-        if like is None or self._options.device_memory_gib is not None or source.is_searched:
+        if like is None or not self._is_shared(layout):
             planner = Planner(cutter, costs, counts, self._limit)
             several = [planner.plan(source, placement) for placement in source.placements(layout.num_ranks)]
             planned = min(several, key=lambda one: (not one.fits, one.time_in_a_row))
@@ -208,30 +235,48 @@ class PlanSearch:
 
     # ---------------------------------------------------------------- bounds
 
-    def _fixed_program(self, layout: Layout) -> Schedule | None:
-        if self._options.schedule.whole_batch_loss:
-            return None
-        return self._program(layout.schedule, layout.num_ranks, layout.num_microbatches, layout.stages_per_rank)
+    def _sizes_of(self, layout: Layout) -> tuple[str, int, int, int]:
+        return layout.schedule, layout.num_ranks, layout.num_microbatches, layout.stages_per_rank
 
-    def _least_time(self, layout: Layout, program: Schedule | None) -> float:
+    def _patterns_of(self, layout: Layout) -> Sequence[Schedule]:
+        return () if self._options.schedule.whole_batch_loss else self._patterns(*self._sizes_of(layout))
+
+    def _least_time(self, layout: Layout, patterns: Sequence[Schedule]) -> float:
         """No plan of ``layout`` has a shorter step in a row."""
         num_ranks, number = layout.num_ranks, layout.num_microbatches
+        is_known = len(patterns) == 1 and not schedule_family(layout.schedule).is_fitted
+        program = patterns[0] if is_known else None
         return min(
             least_span(blocks.work, blocks.longest_work(num_ranks), num_ranks, number, program)
             for blocks in self._blocks_of(layout)
         )
 
-    def _may_fit(self, layout: Layout, choice: ShardingChoice, program: Schedule | None) -> bool:
+    def _time_of_patterns(self, layout: Layout, patterns: Sequence[Schedule]) -> float:
+        """About what a step in a row takes at the least; 0 where that is not known."""
+        if 3 * layout.num_stages * layout.num_microbatches <= _FEW_ACTIONS:
+            return 0.0
+        costs = [blocks.equal_stages(layout.num_stages) for blocks in self._blocks_of(layout)]
+        return min((max(one.simulate(each).span_ms) for one in patterns for each in costs), default=0.0)
+
+    def _may_fit(self, layout: Layout, choice: ShardingChoice) -> bool:
         if self._limit is None:
             return True
-        held = self._least_held(layout, program)
+        least, number = self._least_held(layout), layout.num_stages
+        limit, more = self._limit, self._limit * _UNEVEN
+        sums = self._held(np.sum, *self._sizes_of(layout)) if self._patterns_of(layout) else [None]
+        if schedule_family(layout.schedule).is_fitted:
+            limit = more
         return any(
-            blocks.can_fit(self._state(blocks, choice, layout), held, self._limit) for blocks in self._blocks_of(layout)
+            blocks.can_fit(state, held, limit) and (of_all is None or blocks.about_need(state, of_all, number) <= more)
+            for blocks in self._blocks_of(layout)
+            for state in [self._state(blocks, choice, layout)]
+            for held, of_all in zip(least, sums, strict=True)
         )
 
-    def _least_held(self, layout: Layout, program: Schedule | None) -> list[int]:
-        """For each rank, microbatches that it holds of all its stages at one time."""
-        return [1] * layout.num_ranks if program is None else microbatches_held(program)
+    def _least_held(self, layout: Layout) -> list[list[Held]]:
+        """For each pattern and rank, microbatches that it holds of all its stages at one time or another."""
+        held = None if self._options.schedule.whole_batch_loss else self._held(np.min, *self._sizes_of(layout))
+        return held or [[ONE_MICROBATCH] * layout.num_ranks]
 
     def _state(self, blocks: Blocks, choice: ShardingChoice, layout: Layout) -> Numbers:
         key = id(blocks), choice, layout.num_replicas
@@ -254,9 +299,12 @@ class PlanSearch:
 
         def bound(pair: tuple[Layout, ShardingChoice]) -> float:
             layout, choice = pair
-            held = self._least_held(layout, self._fixed_program(layout))
+            is_fitted = schedule_family(layout.schedule).is_fitted
+            several = [[ONE_MICROBATCH] * layout.num_ranks] if is_fitted else self._least_held(layout)
             return min(
-                blocks.least_need(self._state(blocks, choice, layout), held) for blocks in self._blocks_of(layout)
+                blocks.least_need(self._state(blocks, choice, layout), held)
+                for blocks in self._blocks_of(layout)
+                for held in several
             )
 
         least: FoundPlan | None = None
@@ -316,7 +364,9 @@ class PlanSearch:
         value = self._options.activation_checkpointing if has_policy else False
         options = replace(self._options, activation_checkpointing=value)
         whole = None if num_tensor_ranks == 1 else self._recordings(num_samples, has_policy, 1)
-        return Recordings(self._step, options, self._first(num_samples), num_tensor_ranks, whole)
+        first = self._first_sizes.setdefault(has_policy, num_samples)  # which the others are like
+        like = None if num_samples == first else self._recordings(first, has_policy, num_tensor_ranks)
+        return Recordings(self._step, options, self._first(num_samples), num_tensor_ranks, whole, like)
 
 
 def _bubble(layout: Layout) -> float:

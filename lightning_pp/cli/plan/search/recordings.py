@@ -26,6 +26,7 @@ class Recordings:
         microbatch: What the step is given.
         num_tensor_ranks: Ranks that share matrices.
         whole: For one tensor rank; None where this is.
+        like: On a microbatch of another size; None for none.
     """
 
     def __init__(
@@ -35,12 +36,13 @@ class Recordings:
         microbatch: Microbatch,
         num_tensor_ranks: int,
         whole: Recordings | None,
+        like: Recordings | None = None,
     ) -> None:
         self._step = step
         self._options = options
         self._microbatch = microbatch
         self._sizes = ParallelSizes(1, 1, tensor=num_tensor_ranks)
-        self._whole = whole
+        self._whole, self._like = whole, like
         self._most_units = most_units(step.module, options.cut.units)
         self._made: dict[tuple[int, int], RecordedModel] = {}
         self._for_stages: dict[int, RecordedModel] = {}
@@ -79,10 +81,11 @@ class Recordings:
         if key not in self._made:
             options = replace(self._options, device_memory_gib=None)
             cutter = self._step.cutter(options, self._sizes, [self._microbatch])
+            like = None if self._like is None else self._like._recorded(key, num_stages)
             if self._whole is None:
-                self._made[key] = cutter.recording(num_stages)
+                self._made[key] = cutter.recording(num_stages, like)
             else:
-                self._made[key] = cutter.on_tensor_ranks(self._whole._recorded(key, num_stages))
+                self._made[key] = cutter.on_tensor_ranks(self._whole._recorded(key, num_stages), like)
         made = self._made[key]
         if made.on_parts is not None and made.on_parts.num_parameters == made.num_parameters:
             raise ConfigurationError(f"no matrix can be cut over {self._sizes.tensor} tensor ranks")

@@ -197,7 +197,7 @@ def _space(config: DictConfig, request: Request, batch: _Batch, step: FirstStep)
     names = config.schedules or [name for name in known_schedules() if not schedule_family(name).is_search]
     devices = request.num_devices
     per_node = request.speed.links.ranks_per_node or devices
-    may_cut = not request.strategy.run_options.compile and (step.optimizer is None or is_elementwise(step.optimizer))
+    may_cut = step.optimizer is None or is_elementwise(step.optimizer)
     return Space(
         devices,
         per_node,

@@ -125,6 +125,7 @@ def train(kind: type[Decoder], layout: Layout | None, sizes: tuple[int, ...], **
     return module.losses, module.seen, logged, predicted, weights
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("kind", "layout", "sizes", "options"),
     [
@@ -160,6 +161,7 @@ def failure(pool: WorkerPool, sizes: tuple[int, ...], **options: Any) -> str:
     return "\n".join(pool.run(error_of, sizes, options, world_size=2, timeout=60))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [4, 3])
 def test_without_the_option_the_error_names_it_and_what_it_says_trains(pool: WorkerPool, size: int) -> None:
     told = failure(pool, (size,))

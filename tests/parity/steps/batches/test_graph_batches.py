@@ -190,7 +190,7 @@ def named(value: Any) -> str:
     return getattr(value, "__name__", str(value))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("kind", "layout", "split"), CASES, ids=named)
 def test_trained_as_on_one_device(pool: WorkerPool, kind: type[Graphs], layout: Layout, split: Any) -> None:
     losses, seen, logged, expected = train(kind)

@@ -93,6 +93,7 @@ def piped(how: str, in_hook: bool) -> dict[str, Tensor]:
     return trained(how, in_hook, PipelineParallelStrategy(2, num_microbatches=4))
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("how", HOWS)
 def test_mixing_in_the_hook_of_batches_is_that_of_one_device(pool: WorkerPool, how: str) -> None:
     expected = trained(how, in_hook=True)
@@ -116,6 +117,7 @@ def warned(how: str) -> list[str]:
     return [str(warning.message) for warning in caught if "permutes" in str(warning.message)]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("how", ["randperm", "timm_permuting"])
 def test_a_permutation_in_the_step_is_told_once(pool: WorkerPool, how: str) -> None:
     (told,), nothing = pool.run(warned, how, world_size=2)

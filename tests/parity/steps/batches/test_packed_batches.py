@@ -127,9 +127,9 @@ def train(kind: type[Packed], layout: Layout | None, of: str = "positions") -> t
 @pytest.mark.parametrize(
     ("kind", "layout", "of"),
     [
-        (Packed, Layout("1f1b", 2, 1, 3), "positions"),
+        pytest.param(Packed, Layout("1f1b", 2, 1, 3), "positions", marks=pytest.mark.nightly),
         (Packed, Layout("zb_h1", 2, 1, 3), "offsets"),
-        (ByHand, Layout("1f1b", 2, 1, 2), "positions"),
+        pytest.param(ByHand, Layout("1f1b", 2, 1, 2), "positions", marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -147,7 +147,7 @@ def check_everywhere(pool: WorkerPool, pattern: str, function: Any, *args: Any, 
         assert re.search(pattern, failure.message), f"rank {rank} says: {failure.type}: {failure.message}"
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(
     ("module", "pattern"),
     [
@@ -173,7 +173,7 @@ def test_callbacks_that_need_all_stages(pool: WorkerPool) -> None:
     check_everywhere(pool, r"ModelPruning cannot be used in a pipeline.*Prune the module on one device", fit_pruning)
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [

@@ -221,7 +221,7 @@ def check_everywhere(pool: WorkerPool, pattern: str, module: type[Blocks], **opt
     assert report.seconds < LONGEST_S
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(("module", "pattern"), CANNOT_BE_CUT)
 def test_every_rank_says_why_and_ends(pool: WorkerPool, module: type[Blocks], pattern: str) -> None:
     check_everywhere(pool, pattern, module)

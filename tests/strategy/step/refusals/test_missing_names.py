@@ -70,6 +70,7 @@ def fitted(kind: type[Blocks], average: type[Average] | None, layout: Layout | N
     return {name: value for each in callbacks for name, value in each.copy.items() if name in held}
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("kind", "average", "where"),
     [(Blocks, Average, "on_train_batch_end"), (LooksUp, None, "on_after_backward")],

@@ -16,7 +16,7 @@ from pool import WorkerPool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-NUM_BATCHES = 4
+NUM_BATCHES = 3
 
 
 # ---------------------------------------------------------------- samples that are coupled, losses that are no mean

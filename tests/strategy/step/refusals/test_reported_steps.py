@@ -319,6 +319,7 @@ def fit(kind: type[Step], layout: Layout) -> None:
     fitted(kind, layout, NUM_BATCHES)
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("kind", range(len(REFUSED)), ids=[kind.__name__ for kind, _ in REFUSED])
 def test_refused_by_the_line(pool: WorkerPool, kind: int) -> None:
     layout = Layout("zb_h1", 2, num_microbatches=4)
@@ -372,7 +373,7 @@ def warned(kind: type[Step], layout: Layout) -> list[str]:
     return [str(each.message) for each in told]
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("kind", "name"), [(KeepsLists, "last_size"), (CountsSteps, "count"), (CountsInItsFirstUnit, "blocks.0.calls")]
 )

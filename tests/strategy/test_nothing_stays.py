@@ -1,0 +1,122 @@
+"""What a batch made is freed with it, without a collection of garbage: a reference cycle would keep its tensors.
+
+A device's memory would otherwise grow until Python happens to collect, since Python does not see how large tensors are.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from live_memory import LiveMemory
+from parity_run import QUIET
+from pool import WorkerPool
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_pp import PipelineParallelStrategy
+
+WIDTH, NUM_BATCHES, SETTLED = 16, 7, 3
+THRESHOLD_BYTES = 512
+Batch = dict[str, Tensor]
+
+
+class Rows(IterableDataset[Batch]):
+    """Makes each batch when it is asked for."""
+
+    def __init__(self, shrinks: bool) -> None:
+        self.shrinks = shrinks
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number in range(NUM_BATCHES):
+            size = 16 - 4 * (number % 2) if self.shrinks else 16
+            yield {"x": torch.randn(size, 4, WIDTH), "y": torch.randint(-1, WIDTH, (size, 4))}
+
+
+class Chain(L.LightningModule):
+    """A stack of residual blocks; its loss is a mean over what is not masked."""
+
+    def __init__(self, logs: bool, penalty: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.logs, self.penalty = logs, penalty
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        h = self.stem(batch["x"])
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        loss = F.cross_entropy(h.flatten(0, 1), batch["y"].flatten(), ignore_index=-1)
+        if self.penalty:
+            loss = loss + 1e-3 * h.square().sum() / (batch["y"] >= 0).sum()
+        if not self.logs:
+            return loss
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("share", (batch["y"] >= 0).float().mean(), on_epoch=True)
+        return {"loss": loss, "mean": h.mean()}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Living(L.Callback):
+    """Live bytes of what was made since the training began, before each update."""
+
+    def __init__(self) -> None:
+        self.live = LiveMemory(THRESHOLD_BYTES)
+        self.found: list[int] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        gc.disable()
+        self.live.__enter__()
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.found.append(self.live.live_bytes)
+
+    def on_train_end(self, *_: Any) -> None:
+        self.live.__exit__(None, None, None)
+        gc.enable()
+
+
+def bytes_in_updates(options: dict[str, Any], logs: bool, penalty: bool, shrinks: bool) -> list[int]:
+    """In a worker."""
+    living = Living()
+    strategy = PipelineParallelStrategy(num_microbatches=4, **options)
+    devices = NUM_RANKS.get(str(options), 2)
+    trainer = L.Trainer(**{**QUIET, "devices": devices}, strategy=strategy, max_epochs=1, callbacks=[living])
+    trainer.fit(Chain(logs, penalty), DataLoader(Rows(shrinks), batch_size=None))
+    return living.found
+
+
+PLAIN: dict[str, Any] = {"pipeline_parallel_size": 2, "schedule": "1f1b"}
+ZB_V: dict[str, Any] = {"pipeline_parallel_size": 2, "schedule": "zb_v"}
+SHARDED: dict[str, Any] = {**PLAIN, "schedule": "zb_h1", "data_parallel_size": 2, "sharding": "full_shard"}
+TENSOR: dict[str, Any] = {**PLAIN, "pipeline_parallel_size": 1, "tensor_parallel_size": 2}
+NUM_RANKS = {str(PLAIN): 2, str(ZB_V): 2, str(SHARDED): 4, str(TENSOR): 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "logs", "penalty", "shrinks"),
+    [
+        pytest.param(PLAIN, False, False, False, id="plain"),
+        pytest.param(ZB_V, True, True, False, id="logs and counts"),
+        pytest.param({**PLAIN, "dynamic_step": True}, True, False, True, id="dynamic"),
+        pytest.param({**PLAIN, "activation_checkpointing": True}, False, True, False, id="checkpointed"),
+        pytest.param(SHARDED, True, False, False, id="sharded"),
+        pytest.param(TENSOR, False, True, False, id="tensor ranks"),
+    ],
+)
+def test_bytes_of_batches_do_not_stay(
+    pool: WorkerPool, options: dict[str, Any], logs: bool, penalty: bool, shrinks: bool
+) -> None:
+    num_ranks = NUM_RANKS.get(str(options), 2)
+    for found in pool.run(bytes_in_updates, options, logs, penalty, shrinks, world_size=num_ranks, timeout=120):
+        # the same sizes come again every second batch; logs that are gathered over an epoch are single numbers
+        assert len(found) == NUM_BATCHES
+        assert found[SETTLED + 2] <= found[SETTLED] and found[SETTLED + 3] <= found[SETTLED + 1], found
