@@ -99,13 +99,13 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_885,
-    ("strategy",): 13_085,
-    ("cli", "conf", "doctor"): 9_411,
+    ("split",): 12_892,
+    ("strategy",): 13_092,
+    ("cli", "conf", "doctor"): 9_424,
     ("telemetry", "callbacks"): 4_757,
-    ("schedule",): 4_892,
-    ("planning",): 5_547,
-    ("runtime",): 4_365,
+    ("schedule",): 5_109,
+    ("planning",): 5_641,
+    ("runtime",): 4_609,
     ("checkpoint",): 3_790,
     ("sharding",): 3_590,
     ("distributed",): 2_435,

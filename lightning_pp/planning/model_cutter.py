@@ -169,7 +169,8 @@ class ModelCutter:
             self.options.sharding,
             self.sizes.data_parallel_shard,
             self._step.dtypes,
-            whole_batch_loss=self.options.schedule.whole_batch_loss,
+            options=self.options.schedule,
+            device_type=self._device.type,
             optimizer=self.optimizer,
         )
 

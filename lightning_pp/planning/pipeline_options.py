@@ -11,7 +11,12 @@ from torch import nn
 
 from lightning_pp.distributed.sizes import Auto, check_size
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.planning.activation_checkpointing import AUTO, ActivationCheckpointing, check_activation_checkpointing
+from lightning_pp.planning.activation_checkpointing import (
+    AUTO,
+    ActivationCheckpointing,
+    check_activation_checkpointing,
+    policy_of,
+)
 from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.sharded_stages import ShardingSettings
@@ -109,6 +114,12 @@ class PipelineOptions:
                 "activation_checkpointing='auto' recomputes as few blocks as device_memory_gib asks for, but that is "
                 "not given. Set device_memory_gib, or activation_checkpointing=True for all blocks."
             )
+        if self.schedule.activation_offload and policy_of(self.activation_checkpointing) is not None:
+            raise ConfigurationError(
+                "activation_offload=True cannot move what a policy of activation_checkpointing saves, which "
+                "checkpointed units keep themselves. Name units in activation_checkpointing, or leave "
+                "activation_offload out."
+            )
         self.schedule.source.check_sizes("auto", self.batches.num_microbatches)
 
     @property
@@ -156,7 +167,16 @@ class PipelineOptions:
         return units_that_hold(module, [*(self.cut.split_points or ()), *measured])
 
     def tensor_ranks(self, size: int) -> TensorRanks:
-        """How so many ranks share matrices."""
+        """How so many ranks share matrices.
+
+        Raises:
+            ConfigurationError: They do, and activations are to wait on the host.
+        """
+        if size > 1 and self.schedule.activation_offload:
+            raise ConfigurationError(
+                f"activation_offload=True does not work with tensor_parallel_size={size}: the parts that tensor ranks "
+                "hold of activations are not moved. Leave one of the two out."
+            )
         is_deferred = not self.schedule.whole_batch_loss
         return TensorRanks(size, self.tensor_parallel_plan, self.sequence_parallel, is_deferred)
 

@@ -196,6 +196,7 @@ def costs_of(
         assumed_speed(request.device_type),
         speeds,
         whole_batch_loss=options.whole_batch_loss,
+        offloads=options.activation_offload,
     )
     measured = options.costs
     if measured is None:
@@ -208,6 +209,7 @@ def costs_of(
     costs.per_stage(partition.num_stages)
     if units is None:
         _warn_of_other_cuts(measured, partition)
+    costs = replace(costs, offload=estimated.offload, held_on_host=estimated.held_on_host)
     if holds_gib:
         return costs
     return replace(costs, held_after_forward=estimated.held_after_forward, held_after_input=estimated.held_after_input)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pp.runtime.offloading import Offloader, SavedTensors, address_of
 from lightning_pp.runtime.randomness import StepRandomness, step_seeded
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.runtime.sharded import ShardedStages, run_sharding_action
@@ -23,7 +24,7 @@ from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.runtime.transport.route import Route, Stop, plan_route
 from lightning_pp.runtime.whole_batch import TailRun, WholeBatch
 from lightning_pp.schedule import Action, ActionKind, Schedule
-from lightning_pp.split.data.tree import map_leaves
+from lightning_pp.split.data.tree import map_leaves, tensors_of
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.step_record import Value
 from lightning_pp.split.unit_calls.interception import UnitCalls
@@ -49,6 +50,7 @@ class StepInputs:
             microbatch is run in its F.
         on_outputs: Gets on the last stage what is returned, after its last forward.
         is_timed: Whether the times of the actions are taken.
+        data: The microbatches; their tensors stay on the device.
         label: Makes a context around each action, and around each wait for other stages, of its name
             (:func:`label_of`), for a profiler; None for none.
     """
@@ -63,6 +65,7 @@ class StepInputs:
     whole_batch: WholeBatch | None = None
     on_outputs: Callable[[list[Any]], None] | None = None
     is_timed: bool = True
+    data: Any = None
     label: Callable[[str], AbstractContextManager[Any]] | None = None
 
 
@@ -82,6 +85,7 @@ class PipelineExecutor:
                send the gradients of what was received
             W: empty the queue into the parameters' gradients
             B: I and W in one; queued is only what modules keep back, or what runs beside tensor ranks' communication
+            OFFLOAD, RELOAD: free, or take again, the memory of what F saved, which is copied to the host and back
             UNSHARD, RESHARD, REDUCE: handed to who shards the stages; collectives run beside the rest
         wait until the values that were sent have left; gradients may take until the next step
 
@@ -96,6 +100,9 @@ class PipelineExecutor:
         device: Where this rank computes.
         recomputation: Which units are run again in backward.
         has_tensor_ranks: Whether units communicate in backward so that weight gradients can run beside it, in a B too.
+
+    Attributes:
+        offloader: Copies what waits for its backward to the host.
     """
 
     def __init__(
@@ -114,6 +121,7 @@ class PipelineExecutor:
         self._transport = transport
         self._device = device
         self._recomputation = recomputation
+        self.offloader = Offloader(device)
         self._runners: dict[int, StageRunner] = {}
         self._programs: dict[tuple[Any, ...], _Program] = {}
         self._running: Stop | _Entry | None = None
@@ -137,7 +145,7 @@ class PipelineExecutor:
             timer of this rank's actions; reading it may wait for the device.
         """
         program = self._program(schedule, inputs.plans)
-        step = _Step(inputs, self._transport, self._device)
+        step = _Step(inputs, self._transport, self.offloader)
         step.timer.sent_bytes = program.sent_bytes
         self._transport.begin(program.route)
         try:
@@ -177,17 +185,20 @@ class PipelineExecutor:
         # microbatches whose weight gradients wait; the others pay nothing for it
         backwards = (stop.action for stop in route.stops if stop.action.kind in self._waiting_kinds)
         split = {(action.stage, action.microbatch) for action in backwards}
+        offloaded = {stop.action for stop in route.stops if stop.action.kind is ActionKind.OFFLOAD}
+        share = schedule.offload_shares[self._rank] if schedule.offload_shares else 1.0
         last_stage = schedule.placement.num_stages - 1
         entries: list[_Entry | Stop] = []
         sent_bytes: Counter[int] = Counter()
         for stop in route.stops:
             stage, microbatch = stop.action.stage, stop.action.microbatch
             sent_bytes[stage] += sum(map(self._transport.sent_bytes, stop.departures))
-            if microbatch is None:
+            if microbatch is None or not stop.action.kind.is_compute:
                 entries.append(stop)
                 continue
             runner, waits = self._runner(stage), (stage, microbatch) in split
-            entries.append(_Entry(stop, stop.action.kind, stage, microbatch, runner, waits, stage == last_stage))
+            moved = share if Action(stage, ActionKind.OFFLOAD, microbatch) in offloaded else 0.0
+            entries.append(_Entry(stop, stop.action.kind, stage, microbatch, runner, waits, moved, stage == last_stage))
         # the objects are kept with what came of them, so that their ids stay theirs
         return _Program((schedule, *plans), route, entries, bool(split), sent_bytes)
 
@@ -207,6 +218,7 @@ class _Entry:
     microbatch: int
     runner: StageRunner
     splits_backward: bool
+    offloaded: float  # the share of what it saves
     is_last_stage: bool
 
 
@@ -216,23 +228,25 @@ class _Step:
     Args:
         inputs: The step's work.
         transport: Moves tensors between stages.
-        device: Where this rank computes.
+        offloader: Copies to the host of the device that computes.
 
     Attributes:
         outputs: What the user's step returned, as :meth:`PipelineExecutor.run` gives it.
         timer: Takes the times of the actions.
     """
 
-    def __init__(self, inputs: StepInputs, transport: Transport, device: torch.device) -> None:
+    def __init__(self, inputs: StepInputs, transport: Transport, offloader: Offloader) -> None:
         self.outputs: list[Any] = [None] * len(inputs.plans)
         self._num_outputs = 0
-        self.timer = StepTimer(device, is_on=inputs.is_timed)
+        self._offloader, self._device = offloader, offloader.device
+        self.timer = StepTimer(self._device, is_on=inputs.is_timed)
         self._inputs = inputs
         self._sharded = inputs.sharded
         self._transport = transport
-        self._device = device
-        self._no_randomness = StepRandomness(0, device)  # for steps whose inter-unit code draws nothing
+        self._no_randomness = StepRandomness(0, self._device)  # for steps whose inter-unit code draws nothing
         self._in_flight: dict[tuple[int, int], InFlight] = {}
+        self._offloaded: dict[tuple[int, int], SavedTensors] = {}
+        self._stay: dict[int, set[int]] = {}  # addresses of what a stage saves and keeps on the device
         self._tail: TailRun | None = None
         if inputs.whole_batch is not None:
             # a batch in one piece draws what its microbatch drew
@@ -245,7 +259,7 @@ class _Step:
         stop = entry if isinstance(entry, Stop) else entry.stop
         self._transport.post(stop)
         if isinstance(entry, Stop):
-            self.shard(entry.action)
+            self.beside(entry.action)
             return
         if self._sharded is not None:
             self._sharded.before(stop.action)
@@ -258,12 +272,17 @@ class _Step:
             self.backward(entry)
         self.end(entry)
 
-    def shard(self, action: Action) -> None:
-        """UNSHARD, RESHARD or REDUCE."""
-        if self._sharded is not None:
-            self.timer.start()
+    def beside(self, action: Action) -> None:
+        """OFFLOAD, RELOAD, UNSHARD, RESHARD or REDUCE."""
+        self.timer.start()
+        if action.microbatch is not None:
+            saved = self._offloaded[action.stage, action.microbatch]
+            saved.offload() if action.kind is ActionKind.OFFLOAD else saved.reload()
+        elif self._sharded is None:
+            return
+        else:
             run_sharding_action(self._sharded, action)
-            self.timer.stop(action)
+        self.timer.stop(action)
 
     def end(self, entry: _Entry) -> None:
         """An F, I, W or B is done."""
@@ -283,15 +302,16 @@ class _Step:
         inputs, microbatch = self._inputs, entry.microbatch
         plan = inputs.plans[microbatch]
         tail = self._tail if entry.is_last_stage else None
-        kept, output = entry.runner.forward(
-            plan,
-            partial(inputs.run_step, microbatch, entry.stage),
-            partial(self._receive, entry.stop) if entry.stop.arrivals else tuple,
-            self._randomness(plan, microbatch),
-            with_gradients=inputs.loss_of is not None,
-            splits_backward=entry.splits_backward,
-            watch=None if tail is None else tail.watch(microbatch),
-        )
+        with self._saving(entry) if entry.offloaded else nullcontext():
+            kept, output = entry.runner.forward(
+                plan,
+                partial(inputs.run_step, microbatch, entry.stage),
+                partial(self._receive, entry.stop) if entry.stop.arrivals else tuple,
+                self._randomness(plan, microbatch),
+                with_gradients=inputs.loss_of is not None,
+                splits_backward=entry.splits_backward,
+                watch=None if tail is None else tail.watch(microbatch),
+            )
         if tail is not None:
             if tail.add(microbatch, kept):
                 self.outputs[0] = map_leaves(_detached, tail.run(entry.runner))
@@ -311,6 +331,8 @@ class _Step:
         inputs, microbatch = self._inputs, entry.microbatch
         is_full = entry.kind is ActionKind.B
         kept = self._in_flight[entry.stage, microbatch]
+        if entry.offloaded:
+            self._offloaded.pop((entry.stage, microbatch)).hand_over()
         kept.queue.is_for_w = not is_full
         gradients = entry.runner.backward(
             inputs.plans[microbatch],
@@ -346,6 +368,16 @@ class _Step:
         for kept in self._in_flight.values():
             kept.queue.clear()
         self._transport.abandon()
+
+    def _saving(self, entry: _Entry) -> AbstractContextManager[None]:
+        """Around an F whose saved tensors are to wait on the host."""
+        stay = self._stay.get(entry.stage)
+        if stay is None:
+            tensors = (*entry.runner.buffers(self._inputs.plans[entry.microbatch]), *tensors_of(self._inputs.data))
+            stay = self._stay[entry.stage] = set(map(address_of, tensors))
+        saved = SavedTensors(self._offloader, stay, entry.offloaded)
+        self._offloaded[entry.stage, entry.microbatch] = saved
+        return saved.of_forward()
 
     def _arriving_gradients(self, entry: _Entry) -> Iterable[tuple[Value, Tensor]]:
         if entry.is_last_stage and self._tail is not None:

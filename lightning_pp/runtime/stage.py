@@ -145,6 +145,11 @@ class StageRunner:
                 returned[edge.value] = torch.zeros_like(leaf) if own is None else own
         return returned
 
+    def buffers(self, plan: StepPlan) -> list[Tensor]:
+        """The buffers of this stage's units."""
+        units = {plan.record.calls[index].unit for index in plan.stages[self.stage].owned_calls}
+        return [each for unit in units for each in self._units[unit].buffers()]
+
     def _prepare(self, plan: StepPlan) -> tuple[StepPlan, StageCalls, list[nn.Module]]:
         """What a plan means here, and the modules of its units that keep their weight gradients back themselves."""
         prepared = self._prepared.get(id(plan))

@@ -102,7 +102,7 @@ class StepTimer:
         return [moment for moment in self._all_times() if moment.action.kind.is_compute]
 
     def sharding_times(self) -> list[ActionTimes]:
-        """The times of all UNSHARD, RESHARD and REDUCE so far: when each was begun, not when its collective ended."""
+        """The times of all other actions so far: when each was begun, not when its collective or copy ended."""
         return [moment for moment in self._all_times() if not moment.action.kind.is_compute]
 
     def _all_times(self) -> list[ActionTimes]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_pp.schedule.program.action import Action
-from lightning_pp.schedule.program.coded import B, CodedProgram, I, W
+from lightning_pp.schedule.program.coded import OFFLOAD, B, CodedProgram, I, W
 from lightning_pp.schedule.program.notation import csv_text, read_csv
 from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.program.whole_batch import forwards_first, late_forward
@@ -32,6 +32,7 @@ class Schedule:
             :class:`~lightning_pp.schedule.program.coded.CodedProgram`.
         whole_batch_loss: Whether the last stage starts no backward before its last forward, since the loss needs the
             whole batch (:mod:`lightning_pp.schedule.program.whole_batch`).
+        offload_shares: For each rank, the share of ``held_on_host`` that its OFFLOAD moves; empty: all.
     """
 
     name: str
@@ -39,6 +40,13 @@ class Schedule:
     num_microbatches: int
     programs: tuple[Sequence[Action], ...]
     whole_batch_loss: bool = False
+    offload_shares: tuple[float, ...] = ()
+
+    def priced(self, costs: StageCosts) -> StageCosts:
+        """``costs``, with what its OFFLOAD and RELOAD take and move."""
+        if not self.offload_shares:
+            return costs
+        return costs.with_share([self.offload_shares[rank] for rank in self.placement.rank_of_stage])
 
     @property
     def coded(self) -> tuple[CodedProgram, ...]:
@@ -55,6 +63,11 @@ class Schedule:
     def forward_only(self) -> bool:
         """True when there is no backward at all, as in evaluation."""
         return not self._has_kind(I, W, B)
+
+    @cached_property
+    def offloads(self) -> bool:
+        """True when something waits on the host for its backward."""
+        return self._has_kind(OFFLOAD)
 
     def _has_kind(self, *kinds: int) -> bool:
         return any(bool(np.isin(program.parts()[0], kinds).any()) for program in self.coded)

@@ -30,14 +30,13 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
 from lightning_pp.schedule.gathering import MOST_EXTRA_GATHERS, GatherPlan, fewest_gathers, plan_gathers
 from lightning_pp.schedule.merging import split_at
-from lightning_pp.schedule.program.action import Action, ActionKind
-from lightning_pp.schedule.program.coded import B, W
+from lightning_pp.schedule.program.action import USES_PARAMETERS, Action, ActionKind
+from lightning_pp.schedule.program.coded import UNSHARD, B, W
 from lightning_pp.schedule.schedule import Schedule
 
 ShardingMode = Literal["replicate", "shard_grad_op", "full_shard"]
 SHARDING_MODES: tuple[ShardingMode, ...] = get_args(ShardingMode)
 
-_USES = (ActionKind.F, ActionKind.I, ActionKind.B)
 _ENDS_GRADIENTS = (ActionKind.W, ActionKind.B)
 
 
@@ -176,7 +175,7 @@ def insert_sharding(schedule: Schedule, sharding: Sharding, *, reduces: bool = T
     programs: list[tuple[Action, ...]] = []
     unit_plans: list[UnitPlan | None] = []
     for rank, program in enumerate((with_last_split(schedule) if reduces else schedule).programs):
-        compute = [action for action in program if action.kind.is_compute]
+        compute = [action for action in program if action.kind.has_microbatch]
         with_windows, unit_plan = _windows(
             compute, sharding, schedule.placement.stages_of_rank(rank), keeps=not reduces
         )
@@ -193,7 +192,7 @@ def with_last_split(schedule: Schedule) -> Schedule:
     """
     programs = []
     for program in schedule.coded:
-        computing = program.without_sharding()
+        computing = program.below(UNSHARD)
         kinds, stages, _ = computing.parts()
         ends = np.flatnonzero((kinds == W) | (kinds == B))[::-1]
         last = ends[np.unique(stages[ends], return_index=True)[1]]
@@ -204,7 +203,7 @@ def with_last_split(schedule: Schedule) -> Schedule:
 def unit_uses(program: Sequence[Action], sharding: Sharding) -> Iterator[tuple[Action, tuple[str, ...]]]:
     """The actions that use gathered parameters, each with its units in the order of use."""
     for action in program:
-        if action.kind in _USES:
+        if action.kind in USES_PARAMETERS:
             units = sharding.stages[action.stage]
             yield action, units if action.kind is ActionKind.F else units[::-1]
 
@@ -215,7 +214,7 @@ def _windows(
     """One rank's program with UNSHARD and RESHARD, and a plan for its units if it gathers them one by one."""
     if sharding.mode == "replicate":
         return list(compute), None
-    used = list(dict.fromkeys(action.stage for action in compute if action.kind in _USES))
+    used = list(dict.fromkeys(action.stage for action in compute if action.kind in USES_PARAMETERS))
     stage_bytes = {stage: sharding.stage_bytes(stage) for stage in used}
     if sharding.mode == "shard_grad_op":
         plan = plan_gathers(_stage_uses(compute), stage_bytes, sum(stage_bytes.values()))
@@ -232,7 +231,7 @@ def _windows(
 
 
 def _stage_uses(compute: Sequence[Action]) -> list[int]:
-    return [action.stage for action in compute if action.kind in _USES]
+    return [action.stage for action in compute if action.kind in USES_PARAMETERS]
 
 
 def _with_windows(compute: Sequence[Action], plan: GatherPlan[int], *, keeps: bool) -> list[Action]:
@@ -248,7 +247,7 @@ def _with_windows(compute: Sequence[Action], plan: GatherPlan[int], *, keeps: bo
     put(0)
     last_action = {}
     for cell, action in enumerate(compute):
-        if action.kind in _USES:
+        if action.kind in USES_PARAMETERS:
             if num_uses == 0 or plan.uses[num_uses - 1] != action.stage:
                 num_uses += 1
             last_action[num_uses] = cell

@@ -8,8 +8,20 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from lightning_pp.errors import ScheduleError
-from lightning_pp.schedule.program.action import Action, ActionKind
-from lightning_pp.schedule.program.coded import INDEX_OF_KIND, KIND_OF_INDEX, UNSHARD, B, CodedProgram, Codes, F, I, W
+from lightning_pp.schedule.program.action import USES_PARAMETERS, Action, ActionKind
+from lightning_pp.schedule.program.coded import (
+    INDEX_OF_KIND,
+    KIND_OF_INDEX,
+    OFFLOAD,
+    RELOAD,
+    UNSHARD,
+    B,
+    CodedProgram,
+    Codes,
+    F,
+    I,
+    W,
+)
 from lightning_pp.schedule.program.notation import CsvTable
 from lightning_pp.schedule.program.picture import picture
 from lightning_pp.schedule.program.whole_batch import late_forward
@@ -96,7 +108,8 @@ class _Checker:
         """Each action alone: right rank, known microbatch, not doubled.
 
         Returns:
-            The cell of each F, I, W and B of the rank, -1 for none. Shape (4, stages of the rank, microbatches).
+            The cell of each F, I, W, B, OFFLOAD and RELOAD of the rank, -1 for none. Shape (6, stages of the rank,
+            microbatches).
         """
         placement, m = self.schedule.placement, self.schedule.num_microbatches
         n = placement.num_stages
@@ -107,7 +120,7 @@ class _Checker:
         cell = int(wrong[0]) if len(wrong) else len(kinds)
         computes = np.flatnonzero(kinds[:cell] < UNSHARD)
         own = placement.stages_of_rank(rank)
-        cells = np.full((4, len(own), m), -1)
+        cells = np.full((6, len(own), m), -1)
         cells[kinds[computes], np.searchsorted(own, stages[computes]), microbatches[computes]] = computes
         if np.count_nonzero(cells >= 0) < len(computes):
             self._fail_doubled(rank, computes)
@@ -119,7 +132,7 @@ class _Checker:
         if is_elsewhere[cell]:
             other = placement.rank_of_stage[action.stage]
             self._fail(f"{action} is misplaced: stage {action.stage} is on rank {other}", rank, cell)
-        if action.kind.is_compute:
+        if action.kind.has_microbatch:
             self._fail(f"{action} is of microbatch {action.microbatch}, but there are {m} microbatches", rank, cell)
         self._fail(f"{action} names a microbatch, but {action.kind} applies to all of them", rank, cell)
 
@@ -133,8 +146,13 @@ class _Checker:
             seen[action] = cell
 
     def _check_complete(self, rank: int, cells: Codes, *, forward_only: bool) -> None:
-        """Every F; and for each, B or else I and W, unless the whole schedule is forward-only."""
-        forward, backward_input, weight, full = cells
+        """Every F; and for each, B or else I and W, unless the whole schedule is forward-only; RELOAD with OFFLOAD."""
+        forward, backward_input, weight, full, offload, reload = cells
+        alone = (offload >= 0) != (reload >= 0)
+        if alone.any():
+            cell = int(np.maximum(offload, reload)[alone].min())
+            other = "RELOAD" if self.schedule.programs[rank][cell].kind is ActionKind.OFFLOAD else "OFFLOAD"
+            self._fail(f"{self.schedule.programs[rank][cell]} has no {other} of its microbatch", rank, cell)
         is_split = (backward_input >= 0) & (weight >= 0) & (full < 0)
         is_full = (backward_input < 0) & (weight < 0) & (full >= 0)
         wrong = forward < 0 if forward_only else (forward < 0) | ~(is_split | is_full)
@@ -143,7 +161,7 @@ class _Checker:
         place, microbatch = np.unravel_index(int(wrong.argmax()), wrong.shape)
         stage, end = self.schedule.placement.stages_of_rank(rank)[int(place)], len(self.schedule.programs[rank])
         names = [str(Action(stage, KIND_OF_INDEX[kind], int(microbatch))) for kind in (F, I, W, B)]
-        at_f, at_i, at_w, at_b = cells[:, place, microbatch].tolist()
+        at_f, at_i, at_w, at_b = cells[:4, place, microbatch].tolist()
         if at_f < 0:
             self._fail(f"{names[F]} is missing", rank, min((at for at in (at_i, at_w, at_b) if at >= 0), default=end))
         if at_b >= 0:
@@ -157,7 +175,9 @@ class _Checker:
         """What an action needs of its own rank stands before it."""
         own = self.schedule.placement.stages_of_rank(rank)
         pairs = [((W, place), (I, place)) for place in range(len(own))]
-        pairs += [((kind, place), (F, place)) for place in range(len(own)) for kind in (I, B)]
+        pairs += [((kind, place), (F, place)) for place in range(len(own)) for kind in (I, B, OFFLOAD)]
+        pairs += [((RELOAD, place), (OFFLOAD, place)) for place in range(len(own))]
+        pairs += [((kind, place), (RELOAD, place)) for place in range(len(own)) for kind in (I, B)]
         for place in range(len(own) - 1):
             if own[place] + 1 == own[place + 1]:
                 pairs.append(((F, place + 1), (F, place)))
@@ -214,7 +234,7 @@ class _Checker:
                     rank,
                     cell,
                 )
-            elif action.kind is not ActionKind.W and gathers and action.stage not in gathered:
+            elif action.kind in USES_PARAMETERS and gathers and action.stage not in gathered:
                 self._fail(
                     f"{action} uses stage {action.stage}, which is not gathered. Add UNSHARD before it", rank, cell
                 )
@@ -243,7 +263,7 @@ class _Checker:
         """No rank holds more than its limit."""
         num_stages = self.schedule.placement.num_stages
         for rank, (program, limit) in enumerate(zip(self.schedule.programs, limits, strict=True)):
-            held = held_after_each(program, costs, num_stages)
+            held = held_after_each(program, self.schedule.priced(costs), num_stages)
             most = float(held.max(initial=0.0))
             if exceeds(most, limit):
                 cell = next(cell for cell, amount in enumerate(held.tolist()) if exceeds(amount, limit))

@@ -350,6 +350,7 @@ class PipelineEngine:
                     run.whole,
                     on_outputs,
                     is_timed=trains and (self.is_timed or self._programs.measures),
+                    data=[microbatch.data for microbatch in run.microbatches],
                     label=self.label,
                 ),
             )

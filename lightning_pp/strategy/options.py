@@ -129,9 +129,8 @@ class StrategyOptions(MeshStrategy):
             of a mixture of experts. ``"error"``: the check of the first batches ends the run. ``"per_microbatch"``:
             each microbatch has its own, as under gradient accumulation, and they are averaged by numbers of samples.
             The rest of the loss stays that of the batch.
-        dynamic_step: Rehearse each microbatch before it runs, to find out which units it calls. This costs about 0.1 ms
-            per unit call. Set it only if an error asks for it: the called units then depend on what the pipeline cannot
-            see, such as a global variable.
+        dynamic_step: Rehearse each microbatch before it runs, to find out which units it calls; about 0.1 ms per call.
+            Set it only if an error asks for it: the calls then depend on what the pipeline cannot see.
         on_nonfinite: Reaction to a NaN or infinite loss, or gradient before an update. ``"error"``: the run ends with a
             :class:`~lightning_pp.errors.NonFiniteError` before anything is updated with it. ``"skip"``: all ranks skip
             the update, with a warning. ``"ignore"``: nothing is checked. ``"error"`` and ``"skip"`` do not save weights
@@ -165,6 +164,8 @@ class StrategyOptions(MeshStrategy):
             repeated blocks. ``"auto"``: of these as few as ``device_memory_gib`` asks for, on the ranks that need it.
             Names or patterns: those units. A policy, or a list of operations whose outputs are saved,
             as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them: repeated blocks.
+        activation_offload: Keep activations in memory of the host (pinned on CUDA) between forward and backward, where
+            there is time for both copies beside the computation, by ``costs`` or FLOPs, at 40 GiB/s each way.
         save_distributed_checkpoint: True: every rank writes its shard, into a folder that loads under any other layout.
             False: one ``.ckpt`` file, from which a plain ``Trainer()`` on one device resumes.
         async_checkpoint: Write checkpoints while training continues; see :meth:`wait_for_checkpoint`.
@@ -235,6 +236,7 @@ class StrategyOptions(MeshStrategy):
         data_parallel_replicate_size: int = 1,
         compile: bool | Mapping[str, Any] = False,
         activation_checkpointing: ActivationCheckpointing = False,
+        activation_offload: bool = False,
         save_distributed_checkpoint: bool = True,
         async_checkpoint: bool = False,
         meta_init: bool = False,
@@ -250,9 +252,8 @@ class StrategyOptions(MeshStrategy):
         shards = ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size)
         sizes = pipeline_parallel_size, data_parallel_size, tensor_parallel_size
         super().__init__(sizes, process_group_backend, timeout, shards, flight_recorder_dirpath)
-        source = schedule_source(schedule, stages_per_rank, whole_batch_loss, search_seconds)
-        source.check_sizes(pipeline_parallel_size)
-        order = ScheduleOptions(source, memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs)
+        asked = memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs, activation_offload
+        order = ScheduleOptions(schedule_source(schedule, stages_per_rank, whole_batch_loss, search_seconds), *asked)
         reactions = on_nonfinite, unequal_data, dynamic_step, batch_dim, auxiliary_losses
         batches = BatchOptions(num_microbatches, split_batch, check_first_batches, *reactions)
         cut = CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units), split_head)

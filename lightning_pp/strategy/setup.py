@@ -326,7 +326,8 @@ class PipelineSetup:
             self._given.sizes.data_parallel_shard,
             step_dtypes(self._precision),
             trains=step == "training_step",
-            whole_batch_loss=self._options.schedule.whole_batch_loss,
+            options=self._options.schedule,
+            device_type=self.device.type,
             optimizer=optimizer,
         )
         limit_gib, updates = self._options.device_memory_gib, self._updates(step)

@@ -41,6 +41,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
 
     def _begin(self) -> None:
         """Makes what the strategy consists of, once the options are there."""
+        self.options.schedule.source.check_sizes(self._asked_sizes[0])
         find_last_at_urls()
         take_compiled_modules()
         self.last_checkpoints = LastCheckpoints()

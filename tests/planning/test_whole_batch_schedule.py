@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def layout_of(
 
 
 def device_memory(recording: RecordedModel, limit_gib: float | None) -> DeviceMemory | None:
-    model = MemoryModel.of(ShardingSettings("replicate"), 1, StepDtypes(), whole_batch_loss=True)
+    model = replace(MemoryModel.of(ShardingSettings("replicate"), 1, StepDtypes()), whole_batch_loss=True)
     return None if limit_gib is None else DeviceMemory(limit_gib, model, recording, {})
 
 

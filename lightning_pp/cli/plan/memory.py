@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.schedule import Schedule
+from lightning_pp.schedule import Schedule, StageCosts
+from lightning_pp.schedule.simulation.memory import held_after_each
 from lightning_pp.split.memory.estimate import MemoryEstimate
 
 
@@ -24,7 +25,7 @@ class RankBytes:
             included.
         buffers: What is received ahead of need, and what is being sent.
         peak: The most at any time of a step, the reduction of gradients included.
-        host: With ``cpu_offload``, what lies on the host and is in none of the others.
+        host: With ``cpu_offload`` or ``activation_offload``, the most that lies on the host; in none of the others.
     """
 
     rank: int
@@ -67,8 +68,16 @@ class PlanMemory:
         # the search asks that I frees, and never takes more; where nothing is saved, what is queued was there before
         return [*map(float, map(max, after_forward, after_input))], [*map(float, after_input)]
 
+    def offloadable(self, split: SplitModel) -> list[int]:
+        """What of one microbatch may wait on the host, on each stage."""
+        return [stage.offloadable_bytes for stage in self._estimate(split).stages]
+
     def ranks(self, split: SplitModel, schedule: Schedule) -> list[RankBytes]:
         """What each rank holds under ``schedule``."""
+        estimate = self._estimate(split, schedule)
+        moved = StageCosts(0, 0, 0, 0, 0, 0, held_on_host=[stage.offloadable_bytes for stage in estimate.stages])
+        moved, number = schedule.priced(moved), len(estimate.stages)
+        on_host = [-held_after_each(program, moved, number).min(initial=0.0) for program in schedule.programs]
         return [
             RankBytes(
                 rank.rank,
@@ -79,9 +88,9 @@ class PlanMemory:
                 (rank.activations_bytes or 0) + rank.recomputed_bytes,
                 rank.edge_buffers_bytes,
                 rank.peak_bytes,
-                rank.state.host_bytes,
+                rank.state.host_bytes + round(on_host[rank.rank]),
             )
-            for rank in self._estimate(split, schedule).ranks
+            for rank in estimate.ranks
         ]
 
     def room(self, split: SplitModel, limit_bytes: float) -> list[float]:

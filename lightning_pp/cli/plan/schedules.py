@@ -12,6 +12,7 @@ from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
 from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.planning.plan_summary import CutSummary, summarize_cut
 from lightning_pp.planning.schedules.source import ScheduleSource, Searched, schedule_source
+from lightning_pp.planning.stage_costs import with_host
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import BubbleFraction, Placement, Schedule, StageCosts, available_schedules
 
@@ -182,6 +183,9 @@ class Planner:
         if key not in self._cuts:
             summary = summarize_cut(cut.split)
             costs = self._costs.of(cut, summary.crossings, *self._memory.held(cut.split))
+            if self._cutter.options.schedule.activation_offload:
+                costs = with_host(costs, self._memory.offloadable(cut.split), 1.0)
+                costs = costs if self._costs.links is not None else replace(costs, offload=0.0)
             self._cuts[key] = ModelCut(cut.split, summary, costs, cut.about_head)
         return self._cuts[key]
 

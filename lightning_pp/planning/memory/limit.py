@@ -166,7 +166,10 @@ class DeviceMemory:
         if self.fits(unlimited, placement, held_by):
             return unlimited
         found = [unlimited]
-        units = self._unit_memory(unlimited, placement, held_by)
+        counted = self._recording.counted.record
+        units = self._unit_memory(
+            unlimited, placement, self.model.with_offloading(counted, unlimited, placement, held_by)
+        )
         if units is not None:
             found += self._within_lower_limits(cut, units, placement, held_by)
             if self.fits(found[-1], placement, held_by):
@@ -329,7 +332,8 @@ def _most_held(program: Schedule | None, stage: int, after_input: float) -> floa
         return 1.0
     number = program.placement.num_stages
     only = [float(other == stage) for other in range(number)]
-    costs = StageCosts(0.0, 0.0, 0.0, held_after_forward=only, held_after_input=[after_input * share for share in only])
+    after = [after_input * share for share in only]
+    costs = StageCosts(0.0, 0.0, 0.0, held_after_forward=only, held_after_input=after, held_on_host=only)
     return peak_memory(program.programs[program.placement.rank_of_stage[stage]], costs, number)
 
 

@@ -10,8 +10,11 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.sharded_stages import ShardingSettings
+from lightning_pp.planning.stage_costs import DeviceSpeed, assumed_speed, estimated_costs
 from lightning_pp.schedule import Placement, Schedule
+from lightning_pp.schedule.offloading import with_offloading
 from lightning_pp.split.cut.partition import Partition
 from lightning_pp.split.memory.estimate import MemoryEstimate, estimate_memory
 from lightning_pp.split.memory.state_memory import ParameterSize, StateSizes, StepDtypes, optimizer_bytes_per_parameter
@@ -30,12 +33,14 @@ class MemoryModel:
         trains: Whether there are gradients.
         assumed: What had to be assumed, in words; empty if nothing.
         whole_batch_loss: Whether the code after the last unit runs once, on all microbatches joined.
+        offload_speed: By whose times activations wait on the host; None: they do not.
     """
 
     state: StateSizes = field(default_factory=StateSizes)
     trains: bool = True
     assumed: str = ""
     whole_batch_loss: bool = False
+    offload_speed: DeviceSpeed | None = None
 
     @classmethod
     def of(
@@ -45,7 +50,8 @@ class MemoryModel:
         dtypes: StepDtypes,
         *,
         trains: bool = True,
-        whole_batch_loss: bool = False,
+        options: ScheduleOptions | None = None,
+        device_type: str = "cpu",
         optimizer: Optimizer | None = None,
     ) -> MemoryModel:
         """For the sharding and the precision of a run.
@@ -55,7 +61,8 @@ class MemoryModel:
             num_shards: Ranks that share the parameters of a stage.
             dtypes: Of computation and of gradients.
             trains: Whether the step is a training step.
-            whole_batch_loss: The strategy's argument.
+            options: What the user asks of the schedule.
+            device_type: Of the device that computes.
             optimizer: Asked for its state; without one AdamW's is assumed.
         """
         is_whole = settings.mode == "replicate" or (num_shards == 1 and not settings.cpu_offload)
@@ -68,7 +75,9 @@ class MemoryModel:
             settings.cpu_offload,
             num_shards if settings.mode == "replicate" and trains else 1,
         )
-        model = cls(state, trains, "no optimizer: AdamW is assumed" if trains else "", whole_batch_loss)
+        speed = assumed_speed(device_type) if trains and options is not None and options.activation_offload else None
+        assumed = "no optimizer: AdamW is assumed" if trains else ""
+        model = cls(state, trains, assumed, options is not None and options.whole_batch_loss, speed)
         return model if optimizer is None else model.with_optimizer(optimizer)
 
     def with_optimizer(self, optimizer: Optimizer) -> MemoryModel:
@@ -93,6 +102,7 @@ class MemoryModel:
         schedule: Schedule | None = None,
     ) -> MemoryEstimate:
         """What stages and ranks hold; the arguments are those of :func:`estimate_memory`."""
+        schedule = self.with_offloading(record, partition, placement, schedule)
         if not self.trains:
             parameters = [replace(parameter, is_trainable=False) for parameter in parameters]
         return estimate_memory(
@@ -104,3 +114,12 @@ class MemoryModel:
             schedule=schedule,
             whole_batch_loss=self.whole_batch_loss and self.trains,
         )
+
+    def with_offloading(
+        self, record: StepRecord, partition: Partition, placement: Placement, schedule: Schedule | None
+    ) -> Schedule | None:
+        """``schedule`` with OFFLOAD and RELOAD, if activations wait on the host and it has none."""
+        if schedule is None or self.offload_speed is None:
+            return schedule
+        costs = estimated_costs(record, partition, placement, self.offload_speed, offloads=True)
+        return with_offloading(schedule, costs)

@@ -24,9 +24,10 @@ class ScheduleOptions:
         costs: Given costs, or None.
         num_profiled_batches: Batches to measure.
         save_costs: Where measured costs are written, or None.
+        activation_offload: Whether activations may wait on the host for their backward.
 
     Raises:
-        ConfigurationError: A number is out of range.
+        ConfigurationError: A number is out of range, or a value not of its kind.
     """
 
     source: ScheduleSource
@@ -34,6 +35,7 @@ class ScheduleOptions:
     costs: GivenCosts | None = None
     num_profiled_batches: int = DEFAULT_NUM_PROFILED_BATCHES
     save_costs: str | PathLike[str] | None = None
+    activation_offload: bool = False
 
     def __post_init__(self) -> None:
         limit, number = self.memory_limit_gib, self.num_profiled_batches
@@ -41,6 +43,8 @@ class ScheduleOptions:
             raise ConfigurationError(f"memory_limit_gib={limit!r} must be a number above 0, or None for no limit.")
         if isinstance(number, bool) or number < 1:
             raise ConfigurationError(f"num_profiled_batches={number!r} must be an integer of at least 1.")
+        if not isinstance(self.activation_offload, bool):
+            raise ConfigurationError(f"activation_offload={self.activation_offload!r} must be True or False.")
 
     @property
     def whole_batch_loss(self) -> bool:

@@ -14,14 +14,18 @@ from functools import lru_cache
 from os import PathLike
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lightning_pp.distributed.sizes import Auto
 from lightning_pp.errors import ConfigurationError, ScheduleError
 from lightning_pp.schedule import Placement, Schedule, Sharding, StageCosts, build_schedule
 from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
+from lightning_pp.schedule.offloading import with_offloading
 from lightning_pp.schedule.program.whole_batch import whole_backwards
 from lightning_pp.schedule.registry import Family, is_schedule_file, schedule_family
 
 _STAGES_PER_RANK_TRIED = (1, 2)
+_LIMITS_TRIED = (4.0, 2.0, 1.0)
 
 
 class _Request(NamedTuple):
@@ -128,7 +132,15 @@ class ScheduleSource(ABC):
         Raises:
             ScheduleError: There is none for so many microbatches, or none keeps the limit.
         """
-        return self._program(_Request(placement, num_microbatches, costs, memory_limit, quick, sharding, on_every_rank))
+        request = _Request(placement, num_microbatches, costs, memory_limit, quick, sharding, on_every_rank)
+        if costs is None or not any(costs.per_stage(placement.num_stages).held_on_host):
+            return self._program(request)
+        return self._offloaded(request, costs)
+
+    def _offloaded(self, request: _Request, costs: StageCosts) -> Schedule:
+        """:meth:`program` where activations may wait on the host: the limit is kept with their help."""
+        found = with_offloading(self._program(request._replace(memory_limit=None)), costs)
+        return found.validate(costs=costs, memory_limit=request.memory_limit)
 
     @abstractmethod
     def _program(self, request: _Request) -> Schedule:
@@ -315,6 +327,19 @@ class Searched(ScheduleSource):
             whole_batch_loss=self.whole_batch_loss,
             **request.sizes_and_limits(),
         ).validate(costs=request.costs, memory_limit=request.memory_limit)
+
+    def _offloaded(self, request: _Request, costs: StageCosts) -> Schedule:
+        """What is found within a multiple of the limit, the largest that offloading keeps within the limit itself."""
+        limit = request.memory_limit
+        for factor in _LIMITS_TRIED if limit is not None else ():
+            limits = np.multiply(np.asarray(limit), factor).tolist()
+            try:
+                found = with_offloading(self._program(request._replace(memory_limit=limits)), costs)
+                return found.validate(costs=costs, memory_limit=limit)
+            except ScheduleError:
+                if factor == _LIMITS_TRIED[-1]:
+                    raise
+        return super()._offloaded(request, costs)
 
     def program_to_cut_by(self, placement: Placement, num_microbatches: int) -> Schedule:
         """One that is made by hand on this placement."""

@@ -117,7 +117,7 @@ class _Messages:
     def of(self, action: Action, *, sent: bool) -> Iterator[Message]:
         """What ``action`` sends, or waits for."""
         microbatch = action.microbatch
-        if microbatch is None or action.kind is ActionKind.W:
+        if microbatch is None or action.kind in (ActionKind.W, ActionKind.OFFLOAD, ActionKind.RELOAD):
             return
         stage = self._plans[microbatch].stages[action.stage]
         is_gradient = action.kind is not ActionKind.F

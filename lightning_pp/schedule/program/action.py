@@ -23,6 +23,10 @@ class ActionKind(str, Enum):
     """The weight gradients that I deferred."""
     B = "B"
     """The full backward: I and W in one."""
+    OFFLOAD = "OFFLOAD"
+    """Free what was copied to the host of one microbatch since its F, and wait until it is copied."""
+    RELOAD = "RELOAD"
+    """Begin to copy it back for its I or B."""
     UNSHARD = "UNSHARD"
     """Gather the stage's sharded parameters."""
     RESHARD = "RESHARD"
@@ -32,13 +36,20 @@ class ActionKind(str, Enum):
 
     @property
     def is_compute(self) -> bool:
-        """True for F, I, W and B, which work on one microbatch; false for the sharding actions."""
+        """True for F, I, W and B; false for what goes on beside them."""
         return self in _COMPUTE
+
+    @property
+    def has_microbatch(self) -> bool:
+        """True for F, I, W, B, OFFLOAD and RELOAD; false for the sharding actions, which concern all microbatches."""
+        return self in _COMPUTE or self in (ActionKind.OFFLOAD, ActionKind.RELOAD)
 
     def __str__(self) -> str:
         return self.value
 
 
+USES_PARAMETERS = (ActionKind.F, ActionKind.I, ActionKind.B)
+"""What uses gathered parameters."""
 _COMPUTE = frozenset({ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B})
 _KIND_OF_TEXT = {kind.value: kind for kind in ActionKind} | {"REDUCE": ActionKind.REDUCE}
 _PATTERN = re.compile(r"([0-9]+)([A-Z_]+?)([0-9]*)")
@@ -81,7 +92,7 @@ class Action:
         if kind is None:
             known = ", ".join(_KIND_OF_TEXT)
             raise ScheduleError(f"{_shown(text)} has the unknown kind {kind_text!r}: known are {known}")
-        if not microbatch and kind.is_compute:
+        if not microbatch and kind.has_microbatch:
             raise ScheduleError(f"{_shown(text)} lacks its microbatch: write {text.strip()}0 for the first one")
         if len(stage) > _MOST_DIGITS or len(microbatch) > _MOST_DIGITS:
             raise ScheduleError(f"{_shown(text)} has a number of more than {_MOST_DIGITS} digits")

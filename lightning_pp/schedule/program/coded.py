@@ -1,8 +1,8 @@
 """The program of one rank as integers, for pipelines of a thousand ranks and millions of actions.
 
-An action of kind k (F 0, I 1, W 2, B 3, UNSHARD 4, RESHARD 5, REDUCE 6), stage s and microbatch j is the code
-``(k * num_stages + s) * m + j``; a *row* is ``k * num_stages + s``. The sharding actions have the microbatch 0. Codes
-take 8 bytes each where an :class:`Action` takes 80.
+An action of kind k (F 0, I 1, W 2, B 3, OFFLOAD 4, RELOAD 5, UNSHARD 6, RESHARD 7, REDUCE 8), stage s and microbatch j
+is the code ``(k * num_stages + s) * m + j``; a *row* is ``k * num_stages + s``. The sharding actions have the
+microbatch 0. Codes take 8 bytes each where an :class:`Action` takes 80.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lightning_pp.schedule.program.action import Action, ActionKind
 Codes: TypeAlias = npt.NDArray[np.int64]
 """Actions as integers, in the order of a program."""
 
-F, I, W, B, UNSHARD, RESHARD, REDUCE = range(7)  # noqa: E741
-KIND_OF_INDEX = tuple(map(ActionKind, ("F", "I", "W", "B", "UNSHARD", "RESHARD", "REDUCE_GRAD")))
+F, I, W, B, OFFLOAD, RELOAD, UNSHARD, RESHARD, REDUCE = range(9)  # noqa: E741
+KIND_OF_INDEX = tuple(ActionKind)
 INDEX_OF_KIND = {kind: index for index, kind in enumerate(KIND_OF_INDEX)}
 
 
@@ -61,9 +61,9 @@ class CodedProgram(Sequence[Action]):
         """Another program for the same sizes."""
         return CodedProgram(codes, self.num_stages, self.num_microbatches)
 
-    def without_sharding(self) -> CodedProgram:
-        """Its F, I, W and B alone."""
-        return self.with_codes(self.codes[self.codes < UNSHARD * self.num_stages * self.num_microbatches])
+    def below(self, kind: int) -> CodedProgram:
+        """Its actions of lower kinds: below OFFLOAD its F, I, W and B, below UNSHARD all but the sharding actions."""
+        return self.with_codes(self.codes[self.codes < kind * self.num_stages * self.num_microbatches])
 
     def __len__(self) -> int:
         return len(self.codes)

@@ -89,7 +89,7 @@ class CsvTable:
         Args:
             num_microbatches: Of the schedule, at least as many as the file names.
         """
-        if any(action.microbatch is None or not action.kind.is_compute for row in self.programs for action in row):
+        if any(action.microbatch is None or not action.kind.has_microbatch for row in self.programs for action in row):
             return self.programs
         num_stages = self.num_stages
         return tuple(CodedProgram.of(program, num_stages, num_microbatches) for program in self.programs)

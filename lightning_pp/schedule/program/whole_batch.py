@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_pp.schedule.program.action import Action, ActionKind
-from lightning_pp.schedule.program.coded import UNSHARD, CodedProgram, F
+from lightning_pp.schedule.program.coded import OFFLOAD, CodedProgram, F
 
 HELPS_WHOLE_BATCH = (
     "Use fewer samples in a batch (fewer microbatches of the same size), activation_checkpointing, or more pipeline "
@@ -30,13 +30,13 @@ HELPS_WHOLE_BATCH = (
 def late_forward(program: CodedProgram) -> int | None:
     """Where in ``program`` an F stands after a backward; None if all F come first."""
     kinds = program.parts()[0]
-    late = np.flatnonzero((kinds == F) & np.logical_or.accumulate((kinds != F) & (kinds < UNSHARD)))
+    late = np.flatnonzero((kinds == F) & np.logical_or.accumulate((kinds != F) & (kinds < OFFLOAD)))
     return int(late[0]) if len(late) else None
 
 
 def forwards_first(program: CodedProgram) -> CodedProgram:
-    """The F of ``program`` in their order, then its I, W and B in theirs; sharding actions are left out."""
-    computing = program.without_sharding()
+    """The F of ``program`` in their order, then its I, W and B in theirs; all others are left out."""
+    computing = program.below(OFFLOAD)
     return computing.with_codes(computing.codes[np.argsort(computing.parts()[0] != F, kind="stable")])
 
 

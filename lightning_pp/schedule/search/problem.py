@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_pp.schedule.program.coded import B, CodedProgram, F, I, W
+from lightning_pp.schedule.program.coded import OFFLOAD, B, CodedProgram, F, I, W
 from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.simulation.costs import StageCosts
@@ -148,7 +148,7 @@ class Problem:
         orders = []
         for program in schedule.coded:
             order: list[int] = []
-            for code in program.without_sharding().codes.tolist():
+            for code in program.below(OFFLOAD).codes.tolist():
                 row, microbatch = divmod(code, m)
                 stage = row - B * n
                 if stage >= 0 and self.held_change[I * n + stage] <= 0:

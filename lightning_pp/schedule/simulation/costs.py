@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule.simulation.costs_file import MICROBATCHES, CostsFile, read_costs_file
@@ -33,6 +35,9 @@ class StageCosts:
         held_after_input: What it still holds after I, in the same unit; after W it holds nothing.
         gather: UNSHARD, milliseconds, beside the computation.
         reduce: REDUCE, milliseconds, beside the computation.
+        offload: OFFLOAD, and RELOAD as well, milliseconds, beside the computation.
+        held_on_host: What a microbatch holds on the host from OFFLOAD to RELOAD, and not on the device, in the unit of
+            ``held_after_forward``; 0: nothing can be offloaded.
     """
 
     forward: PerStage
@@ -44,6 +49,8 @@ class StageCosts:
     gather: PerStage = 0.0
     reduce: PerStage = 0.0
     p2p_back: PerStage | None = None
+    offload: PerStage = 0.0
+    held_on_host: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -95,6 +102,12 @@ class StageCosts:
                 )
         return ResolvedCosts(**resolved)
 
+    def with_share(self, share: PerStage) -> StageCosts:
+        """Where OFFLOAD and RELOAD move that share only."""
+        by_stage = (self.offload, self.held_on_host)
+        offload, held_on_host = (np.multiply(np.array(each), share).tolist() for each in by_stage)
+        return replace(self, offload=offload, held_on_host=held_on_host)
+
     def to_json(
         self,
         path: str | PathLike[str],
@@ -144,6 +157,8 @@ class ResolvedCosts:
     gather: tuple[float, ...]
     reduce: tuple[float, ...]
     p2p_back: tuple[float, ...]
+    offload: tuple[float, ...]
+    held_on_host: tuple[float, ...]
 
 
 UNIT_COSTS = StageCosts(forward=1.0, backward_input=1.0, backward_weight=1.0)

@@ -25,8 +25,8 @@ from lightning_pp.errors import ScheduleError
 
 _FORMAT = "lightning_pp.StageCosts/1"
 _REQUIRED = ("forward", "backward_input", "backward_weight")
-_TIMES = (*_REQUIRED, "p2p", "gather", "reduce", "p2p_back")
-_HELD = ("held_after_forward", "held_after_input")
+_TIMES = (*_REQUIRED, "p2p", "gather", "reduce", "p2p_back", "offload")
+_HELD = ("held_after_forward", "held_after_input", "held_on_host")
 MICROBATCHES = "microbatches"
 """The unit of ``held_*`` where nobody measured bytes: one microbatch on one stage."""
 GIB = "GiB"

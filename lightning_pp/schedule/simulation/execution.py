@@ -8,6 +8,10 @@ An action starts when its rank is free, what it needs of another rank has arrive
 and reductions run one after the other beside the computation of their rank. A program without UNSHARD gathers each
 stage once, from where its rank begins in the order of first use; one without REDUCE reduces each stage once, after its
 last W or B.
+
+OFFLOAD is the copy of what F has saved: it starts when that F and the OFFLOAD before have ended, and what follows it in
+the program waits for its end. RELOAD starts when what precedes it has ended, the RELOAD before included, and the I or B
+of its microbatch waits for its end.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pp.schedule.program.coded import REDUCE, UNSHARD, B, F, I, W
+from lightning_pp.schedule.program.coded import OFFLOAD, REDUCE, RELOAD, UNSHARD, B, Codes, F, I, W
 from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.simulation.costs import StageCosts
 
@@ -41,9 +45,9 @@ class CostTables:
     """Costs by row; the last dimension, if there is one, has many costs at once.
 
     Attributes:
-        duration: Milliseconds of the action. Shape (7 * number of stages) or (7 * number of stages, number of costs).
-        latency: Milliseconds from the end of the action that it needs to its arrival. Shape (7 * number of stages) or
-            (7 * number of stages, 1).
+        duration: Milliseconds of the action. Shape (9 * number of stages) or (9 * number of stages, number of costs).
+        latency: Milliseconds from the end of the action that it needs to its arrival. Shape (9 * number of stages) or
+            (9 * number of stages, 1).
     """
 
     duration: Times
@@ -62,10 +66,10 @@ class CostTables:
         is_sent = rank[1:] != rank[:-1]
         there = np.append(0.0, np.where(is_sent, resolved.p2p[:-1], 0.0))
         back = np.append(np.where(is_sent, resolved.p2p_back[1:], 0.0), 0.0)
-        sharding = (resolved.gather, nothing, resolved.reduce)
+        beside = (resolved.offload, resolved.offload, resolved.gather, nothing, resolved.reduce)
         return cls(
-            duration=np.concatenate((forward, backward_input, backward_weight, full, *sharding)),
-            latency=np.concatenate((there, back, nothing, back, nothing, nothing, nothing)),
+            duration=np.concatenate((forward, backward_input, backward_weight, full, *beside)),
+            latency=np.concatenate((there, back, nothing, back, *[nothing] * 5)),
         )
 
 
@@ -156,14 +160,15 @@ class Execution:
         slot[waits.num_places :] = len(order) + np.arange(waits.num_initial)
         self._previous, self._needed = slot[waits.previous[order]], slot[waits.needed[order]]
         self._gathered = None if waits.gathered is None else slot[waits.gathered[order]]
+        self._copied = [slot[places[order]] for places in waits.copied]
         self._stage_slots = slot[waits.num_places + self._num_ranks :][: self.num_stages]
         self.slots = [slot[first : first + number] for first, number in zip(waits.first, num_run, strict=True)]
 
     def computing(self) -> list[Slots]:
         """For each rank, the slots of its F, I, W and B."""
-        if not (self.rows >= UNSHARD * self.num_stages).any():
+        if not (self.rows >= OFFLOAD * self.num_stages).any():
             return self.slots
-        return [slots[self.rows[slots] < UNSHARD * self.num_stages] for slots in self.slots]
+        return [slots[self.rows[slots] < OFFLOAD * self.num_stages] for slots in self.slots]
 
     def run(self, tables: CostTables, begin_ms: Sequence[float] | None = None) -> Run:
         """The times of all actions that run, each rank beginning at its ``begin_ms``, at 0 by default."""
@@ -183,9 +188,23 @@ class Execution:
             np.maximum(begin, end[self._previous[here]], out=begin)
             if gathered is not None:
                 np.maximum(begin, end[gathered[here]], out=begin)
+            for copied in self._copied:
+                np.maximum(begin, end[copied[here]], out=begin)
             start[here] = begin
             np.add(begin, duration[here], out=end[here])
         return Run(self, tables, start, end[:num_actions], begin_at)
+
+    def latest(self, run: Run) -> tuple[Times, Times]:
+        """By slot, when each action of ``run`` may start and end at the latest, so that no rank ends later."""
+        duration, latency = run.tables.duration[self.rows], run.tables.latency[self.rows]
+        end = np.full(len(self.rows) + 2 * self._num_ranks + self.num_stages + 2, np.inf)
+        for slots, ended in zip(self.slots, run.ended, strict=True):
+            end[slots[-1:]] = ended
+        for here in reversed(self._turns):
+            start = end[: len(self.rows)][here] - duration[here]
+            np.minimum.at(end, self._previous[here], start)
+            np.minimum.at(end, self._needed[here], start - latency[here])
+        return end[: len(self.rows)] - duration, end[: len(self.rows)]
 
     def _initial(self, tables: CostTables, begin: Times) -> Times:
         """The times of the slots after those of the actions."""
@@ -213,6 +232,8 @@ class _Waits:
         previous: By place, that of the action before on the rank that computes.
         needed: By place, that of the action whose result it needs; for UNSHARD and REDUCE the collective before.
         gathered: By place, that of the UNSHARD of its stage; None if there is no UNSHARD.
+        copied: By place, that of the latest OFFLOAD; and of the RELOAD of its microbatch, or before that RELOAD. Empty
+            if nothing is offloaded.
         num_places: How many places actions have; after them come those of what is there at first.
         num_initial: How many those are.
     """
@@ -231,13 +252,14 @@ class _Waits:
         for first, program in zip(self.first, programs, strict=True):
             rows = self.rows[first : first + len(program)]
             rows[:] = program // m
-            computes = np.flatnonzero(rows < UNSHARD * n)
+            computes = np.flatnonzero(rows < OFFLOAD * n)
             place_of[program[computes] + (published_in[rows[computes]] - rows[computes]) * m] = first + computes
         last_forward = np.flatnonzero(self.rows == F * n + n - 1).max(initial=-1)
         self.previous = np.arange(-1, self.num_places - 1, dtype=np.int32)
         self.previous[self.first] = self.num_places + np.arange(num_ranks)
         self.needed = np.full(self.num_places, never, dtype=np.int32)
         self.gathered: Slots | None = None
+        self.copied: tuple[Slots, ...] = ()
         for rank, (first, program) in enumerate(zip(self.first, programs, strict=True)):
             rows = self.rows[first : first + len(program)]
             needed = needs[rows]
@@ -245,15 +267,21 @@ class _Waits:
             found[needed == _NOTHING] = self._always
             found[needed == _LAST_FORWARD] = last_forward if last_forward >= 0 else never
             self.needed[first : first + len(program)] = found
-            if (rows >= UNSHARD * n).any():
+            kinds = rows // n
+            if (kinds >= OFFLOAD).any():
+                self.previous[first : first + len(rows)] = _latest_before(
+                    kinds < OFFLOAD, first, self.num_places + rank
+                )
+            if (kinds >= UNSHARD).any():
                 self._add_collectives(rank, first, rows)
+            if ((kinds == OFFLOAD) | (kinds == RELOAD)).any():
+                self._add_copies(rank, first, program - kinds * np.int64(n * m), kinds)
 
     def _add_collectives(self, rank: int, first: int, rows: Slots) -> None:
         """What the actions of a rank with sharding actions wait for."""
         kinds, stages = np.divmod(rows, self._num_stages)
         here = slice(first, first + len(rows))
         num_ranks = len(self._programs)
-        self.previous[here] = _latest_before(kinds < UNSHARD, first, self.num_places + rank)
         is_collective = (kinds == UNSHARD) | (kinds == REDUCE)
         begin = self.num_places + num_ranks + self._num_stages + rank
         collective = _latest_before(is_collective, first, begin)
@@ -266,7 +294,21 @@ class _Waits:
         for stage in np.unique(stages):
             latest = _latest_before((kinds == UNSHARD) & (stages == stage), first, self.num_places + num_ranks + stage)
             self.gathered[here][stages == stage] = latest[stages == stage]
-        self.gathered[here][kinds >= UNSHARD] = self._always
+        self.gathered[here][kinds >= OFFLOAD] = self._always
+
+    def _add_copies(self, rank: int, first: int, microbatches: Codes, kinds: Slots) -> None:
+        """What the actions of a rank with copies wait for; ``microbatches`` are numbered over all stages."""
+        here, begin = slice(first, first + len(kinds)), self.num_places + rank
+        if not self.copied:
+            self.copied = tuple(np.full(self.num_places, self._always, dtype=np.int32) for _ in range(2))
+        is_out, is_back, ends = kinds == OFFLOAD, kinds == RELOAD, (kinds == I) | (kinds == B)
+        latest = _latest_before(is_out, first, begin)
+        self.previous[here][is_out] = latest[is_out]
+        self.copied[0][here][~is_out] = latest[~is_out]
+        self.copied[1][here][is_back] = _latest_before(is_back, first, begin)[is_back]
+        reload_of = np.full(microbatches.max() + 1, self._always, dtype=np.int32)
+        reload_of[microbatches[is_back]] = first + np.flatnonzero(is_back)
+        self.copied[1][here][ends] = reload_of[microbatches[ends]]
 
     def turns(self) -> tuple[list[Slots], list[int]]:
         """The places of each turn, and for each rank how many of its actions run."""
@@ -291,8 +333,9 @@ def _latest_before(is_meant: npt.NDArray[np.bool_], first: int, default: int) ->
 
 def _needs(n: int, *, whole_batch_loss: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """By row, the row whose result is needed, and the row in which the own result is known: B is known in that of I."""
-    rows = np.arange(7 * n)
-    needs = np.full(7 * n, _NOTHING)
+    rows = np.arange(9 * n)
+    needs = np.full(9 * n, _NOTHING)
+    needs[OFFLOAD * n : OFFLOAD * n + n] = rows[F * n : F * n + n]
     needs[F * n + 1 : F * n + n] = rows[F * n : F * n + n - 1]
     for kind in (I, B):
         needs[kind * n : kind * n + n - 1] = rows[I * n + 1 : I * n + n]

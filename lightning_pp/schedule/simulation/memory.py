@@ -1,7 +1,7 @@
 """What a rank holds while it runs its program.
 
 Memory follows from the order alone: F adds ``held_after_forward``, I turns it into ``held_after_input``, W and B free
-it.
+it. OFFLOAD frees ``held_on_host`` of it, which RELOAD takes again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def held_change(costs: StageCosts, num_stages: int) -> npt.NDArray[np.float64]:
     """What an action adds to what its rank holds, by row, in the unit of ``costs.held_*``."""
     resolved = costs.per_stage(num_stages)
     after_forward, after_input = np.array(resolved.held_after_forward), np.array(resolved.held_after_input)
-    of_sharding = np.zeros(3 * num_stages)
-    return np.concatenate((after_forward, after_input - after_forward, -after_input, -after_forward, of_sharding))
+    of_compute = (after_forward, after_input - after_forward, -after_input, -after_forward)
+    on_host, of_sharding = np.array(resolved.held_on_host), np.zeros(3 * num_stages)
+    return np.concatenate((*of_compute, -on_host, on_host, of_sharding))
 
 
 def held_after_each(program: Sequence[Action], costs: StageCosts, num_stages: int) -> npt.NDArray[np.float64]:
@@ -46,7 +47,8 @@ def peak_memory(program: Sequence[Action], costs: StageCosts, num_stages: int) -
 
 def peaks_of(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """For each rank of ``schedule``, the most that it holds at any time."""
-    return tuple(peak_memory(program, costs, schedule.placement.num_stages) for program in schedule.programs)
+    priced = schedule.priced(costs)
+    return tuple(peak_memory(program, priced, schedule.placement.num_stages) for program in schedule.programs)
 
 
 def exceeds(held: float, limit: float) -> bool:

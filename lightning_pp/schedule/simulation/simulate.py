@@ -1,7 +1,8 @@
 """Run a schedule against costs, without a model: when each action starts, what waits, what is held.
 
 Receives block and sends do not: a rank runs its actions in order, each as soon as the rank is free and what the action
-needs has arrived. Gathers and reductions run one after the other beside the computation of their rank.
+needs has arrived. Gathers and reductions run one after the other beside the computation of their rank. So do copies to
+the host, and copies back.
 """
 
 from __future__ import annotations
@@ -111,14 +112,14 @@ def step_length(schedule: Schedule, costs: StageCosts) -> tuple[float, float]:
     Raises:
         ScheduleError: As there.
     """
-    run = _complete_execution(schedule).run(CostTables.build(schedule.placement, costs))
+    run = _complete_execution(schedule).run(CostTables.build(schedule.placement, schedule.priced(costs)))
     return run.makespan, float(run.spans().max())
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> Simulation:
     """Simulate one step of ``schedule``; see ``Schedule.simulate``."""
     execution = _complete_execution(schedule)
-    run = execution.run(CostTables.build(schedule.placement, costs))
+    run = execution.run(CostTables.build(schedule.placement, schedule.priced(costs)))
     return Simulation(
         programs=schedule.programs,
         start_ms=tuple(tuple(run.start[slots].tolist()) for slots in execution.slots),
@@ -135,7 +136,7 @@ def time_in_a_row(schedule: Schedule, costs: StageCosts) -> float:
 
     Ranks that wait in the first step wait less in the next ones, until all advance by the same time.
     """
-    execution, tables = _complete_execution(schedule), CostTables.build(schedule.placement, costs)
+    execution, tables = _complete_execution(schedule), CostTables.build(schedule.placement, schedule.priced(costs))
     begin = execution.run(tables).ended
     periods = []
     for _ in range(_MOST_STEPS - 1):
@@ -181,7 +182,7 @@ class LongestSpans:
 
     def _of_some(self, times: Times) -> Times:
         forward, backward_input, weight = (kind.T for kind in times)
-        nothing = np.zeros((3 * len(forward), times.shape[1]))
+        nothing = np.zeros((5 * len(forward), times.shape[1]))
         duration = np.concatenate((forward, backward_input, weight, backward_input + weight, nothing))
         run = self._execution.run(CostTables(duration, np.zeros((len(duration), 1))))
         return np.asarray(run.spans().max(axis=0))

@@ -17,11 +17,13 @@ class Activations:
     Attributes:
         after_forward: From F to I.
         after_input: From I to W.
+        offloadable: Of ``after_forward``, what may wait on the host: all but what was received.
         recomputed: What the largest unit that runs again saves while it does.
     """
 
     after_forward: int
     after_input: int
+    offloadable: int
     recomputed: int
 
     @classmethod
@@ -47,12 +49,13 @@ class Activations:
                 held = call.given.keys() | (call.memory.saved_by_policy if call.unit in checkpointed else {}).keys()
                 own = (num_bytes for memory, num_bytes in call.memory.saved.items() if memory not in held)
                 recomputed = max(recomputed, sum(own))
+        received: dict[int, int] = {}
         for edge in plan.stages[stage].receives:
             memory_of_value = record.leaf(edge.value).memory
             if edge.has_gradient and memory_of_value is not None:
-                saved[memory_of_value] = edge.spec.num_bytes
-        after_input = sum(queued.values()) + gradients
-        return cls(sum(saved.values()), after_input, recomputed)
+                received[memory_of_value] = edge.spec.num_bytes
+        total = sum({**saved, **received}.values())
+        return cls(total, sum(queued.values()) + gradients, total - sum(received.values()), recomputed)
 
 
 def _kept_of(call: UnitCall, checkpointed: Collection[str], regions: set[int | None]) -> dict[int, int]:

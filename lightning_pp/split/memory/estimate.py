@@ -41,6 +41,7 @@ class StageMemory:
         state: What does not depend on microbatches. What two stages of a rank share is in both.
         held_after_forward_bytes: Activations of one microbatch from F to I: what autograd saves, and what was received;
             with ``whole_batch_loss`` its part of what is joined, too.
+        offloadable_bytes: Of ``held_after_forward_bytes``, what may wait on the host.
         held_after_input_bytes: Of one microbatch from I to W: inputs and output gradients of linear operations whose
             weight gradient is deferred.
         recomputed_bytes: What the largest checkpointed unit saves while I runs it again.
@@ -52,6 +53,7 @@ class StageMemory:
     rank: int
     state: StateMemory
     held_after_forward_bytes: int
+    offloadable_bytes: int
     held_after_input_bytes: int
     recomputed_bytes: int
     edge_buffers_bytes: int
@@ -189,6 +191,7 @@ def _stage_memory(
         placement.rank_of_stage[stage],
         state.of([parameter for parameter in parameters if stage in parameter.stages], [stage]),
         activations.after_forward + joined,
+        activations.offloadable,
         activations.after_input,
         activations.recomputed,
         message_bytes(plan, placement, [stage]),
@@ -204,5 +207,6 @@ def _activations(stages: Sequence[StageMemory], schedule: Schedule) -> list[int]
         backward_weight=0.0,
         held_after_forward=[stage.held_after_forward_bytes for stage in stages],
         held_after_input=[stage.held_after_input_bytes for stage in stages],
+        held_on_host=[stage.offloadable_bytes for stage in stages],
     )
     return list(map(round, peaks_of(schedule, held)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -162,7 +163,9 @@ class TunedPrograms:
         for batch in self._noted:
             profile.add(*batch)
         self._noted.clear()
-        measured = self._exchange.exchange(profile)
+        measured, before = self._exchange.exchange(profile), self._cache.costs
+        costs = replace(measured.costs, offload=before.offload, held_on_host=before.held_on_host)
+        measured = replace(measured, costs=costs)
         self.costs = measured.costs
         if self._is_first and self._options.save_costs is not None:
             save_costs(

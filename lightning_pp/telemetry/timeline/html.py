@@ -13,7 +13,7 @@ from typing import Any
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import ActionKind, Schedule
 from lightning_pp.telemetry.timeline.recorded import RecordedStep
-from lightning_pp.telemetry.timeline.step import Timeline, compute_actions, name_of_kind, sharding_actions
+from lightning_pp.telemetry.timeline.step import NAMES_OF_KINDS, Timeline, compute_actions, sharding_actions
 
 # the zero-bubble papers' colours: F blue, I cyan, W green
 COLORS = {
@@ -21,6 +21,8 @@ COLORS = {
     ActionKind.I: "#4fb3c4",
     ActionKind.W: "#5aa05f",
     ActionKind.B: "#7a63ad",
+    ActionKind.OFFLOAD: "#b5a642",
+    ActionKind.RELOAD: "#d1c77a",
     ActionKind.UNSHARD: "#e39b33",
     ActionKind.RESHARD: "#666666",
     ActionKind.REDUCE: "#c8553d",
@@ -61,7 +63,7 @@ def page_data(steps: Timeline | Sequence[RecordedStep]) -> dict[str, Any]:
         microbatch). ``steps``: for each its ``program``, its number, why it was kept, and its views. A view has the
         times of each rank as whole numbers of ``tick`` (in ``unit``), four for each action of the program: how long
         after the end of the one before the rank came to it, how long it worked before it needed other stages, how long
-        it waited for them, and how long it worked then. The UNSHARD, RESHARD and REDUCE of ``sharding`` have two: when
+        it waited for them, and how long it worked then. The other actions, in ``sharding``, have two: when
         they began, and how long they took.
     """
     if isinstance(steps, Timeline):
@@ -83,7 +85,7 @@ def page_data(steps: Timeline | Sequence[RecordedStep]) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "unit": shown[0][1][0][1].unit if shown else "ms",
-        "kinds": {kind.value: {"name": name_of_kind(kind), "color": color} for kind, color in COLORS.items()},
+        "kinds": {kind.value: {"name": NAMES_OF_KINDS[kind], "color": color} for kind, color in COLORS.items()},
         "programs": [_program(schedule) for schedule in schedules],
         "steps": rows,
     }

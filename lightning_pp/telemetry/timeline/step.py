@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import Action, ActionKind, Schedule, StageCosts
 
-_NAMES = {
+NAMES_OF_KINDS = {
     ActionKind.F: "forward",
     ActionKind.I: "input gradient",
     ActionKind.W: "weight gradient",
     ActionKind.B: "backward",
+    ActionKind.OFFLOAD: "free on the device",
+    ActionKind.RELOAD: "copy back",
     ActionKind.UNSHARD: "gather",
     ActionKind.RESHARD: "free",
     ActionKind.REDUCE: "reduce gradients",
@@ -29,8 +31,8 @@ class Timeline:
         ranks: For each rank, the times of its F, I, W and B in the order of its program, in milliseconds since the
             first of them on any rank began.
         unit: What a millisecond is called in pictures, where times are not milliseconds but relative.
-        sharding: For each rank, the times of its UNSHARD, RESHARD and REDUCE, which go on beside the others: simulated
-            from begin to end, measured only when they were begun. Empty where nothing is sharded.
+        sharding: For each rank, the times of its other actions, which go on beside these: simulated from begin to end,
+            measured only when they were begun. Empty where there is none.
     """
 
     schedule: Schedule
@@ -52,7 +54,7 @@ class Timeline:
     def kinds(self) -> dict[ActionKind, str]:
         """The kinds of actions in it, with their names."""
         found = {moment.action.kind for times in (*self.ranks, *self.sharding) for moment in times}
-        return {kind: name for kind, name in _NAMES.items() if kind in found}
+        return {kind: name for kind, name in NAMES_OF_KINDS.items() if kind in found}
 
     @classmethod
     def simulated(cls, schedule: Schedule, costs: StageCosts, unit: str = "ms") -> Timeline:
@@ -88,7 +90,7 @@ class Timeline:
         Args:
             schedule: The programs that were run.
             ranks: For each rank, the times of its F, I, W and B.
-            sharding: For each rank, those of its UNSHARD, RESHARD and REDUCE, on the same clock.
+            sharding: For each rank, those of its other actions, on the same clock.
         """
         return cls._from_zero(schedule, ranks, sharding, _clock_shifts(schedule, ranks), "ms")
 
@@ -119,18 +121,13 @@ class Timeline:
         return cls(schedule, moved(ranks), unit, moved(sharding) if any(sharding) else ())
 
 
-def name_of_kind(kind: ActionKind) -> str:
-    """What a kind of action does, in words."""
-    return _NAMES[kind]
-
-
 def compute_actions(schedule: Schedule, rank: int) -> list[Action]:
     """The F, I, W and B of one rank's program."""
     return [action for action in schedule.programs[rank] if action.kind.is_compute]
 
 
 def sharding_actions(schedule: Schedule, rank: int) -> list[Action]:
-    """The UNSHARD, RESHARD and REDUCE of one rank's program."""
+    """All others: UNSHARD, RESHARD, REDUCE, OFFLOAD and RELOAD."""
     return [action for action in schedule.programs[rank] if not action.kind.is_compute]
 
 

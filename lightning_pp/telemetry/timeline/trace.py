@@ -71,7 +71,7 @@ class _Trace:
             stages = ", ".join(map(str, timeline.schedule.placement.stages_of_rank(rank)))
             self.name(process, "thread_name", f"rank {rank}, stage {stages}", rank)
         for rank in range(len(timeline.sharding)):
-            self.name(process, "thread_name", f"rank {rank}, gathers and reductions", len(timeline.ranks) + rank)
+            self.name(process, "thread_name", f"rank {rank}, gathers, reductions, copies", len(timeline.ranks) + rank)
 
     def boundary(self, name: str, at_ms: float) -> None:
         """A line through all processes."""
