@@ -137,7 +137,7 @@ def trained(
     assert engine.last_training_step is not None
     program, split = engine.last_training_step[0], engine.split
     model = MemoryModel.of(strategy.options.sharding, 1, step_dtypes(strategy.precision_plugin))
-    estimate = model.estimate(split.record, split.partition, split.placement, split.parameter_sizes(), program)
+    estimate = model.estimate(split.record, split.partition, split.placement, split.parameter_sizes, program)
     rank = estimate.ranks[engine.rank]
     weights = {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
