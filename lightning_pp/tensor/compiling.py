@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from lightning_pp.errors import SplitError
@@ -193,15 +194,14 @@ class _PartsGraph:
         key: Any = tuple(map(cut_of, tensors))
         if self._is_dynamic:
             key = key, tuple(arg.shape if isinstance(arg, Tensor) else arg for arg in args)
-        found = self._graphs.get(key)
-        if found is None:
+        if key not in self._graphs:
             if len(self._graphs) == _MOST_GRAPHS:
                 raise SplitError(f"inputs had more than {_MOST_GRAPHS} sizes, each of which is compiled by itself")
             assert self._owner.region is not None
-            found = self._owner.backend(on_parts(self._module, args, self._owner.region), tensors)
-            self._graphs[key] = found
+            with saved_tensors_hooks(lambda each: each, lambda each: each):  # checkpoint() would count what is traced
+                self._graphs[key] = self._owner.backend(on_parts(self._module, args, self._owner.region), tensors)
         self._owner.num_calls += 1
-        return found(*tensors)
+        return self._graphs[key](*tensors)
 
 
 class _CompiledForward:
