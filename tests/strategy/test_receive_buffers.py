@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -20,19 +21,20 @@ def most_receive_buffers(schedule: str, num_microbatches: int) -> int:
     """The most tensors that lived at a time in which something was or will be received; in a worker."""
     buffers: list[StorageWeakRef] = []
     most = 0
-    post = Transport._post
+    post = Transport.post
 
-    def count(self: Transport, sender: int) -> None:
+    def count(self: Transport, stop: Any) -> None:
         nonlocal most
-        post(self, sender)
-        newest = list(self._posted.values())[-1][1]
+        before = set(self._posted)
+        post(self, stop)
         buffers[:] = [buffer for buffer in buffers if not buffer.expired()]
-        buffers.append(StorageWeakRef(newest.untyped_storage()))
+        for tag in self._posted.keys() - before:
+            buffers.append(StorageWeakRef(self._posted[tag][1].untyped_storage()))
         most = max(most, len(buffers))
 
     strategy = PipelineParallelStrategy(2, 1, num_microbatches, schedule=schedule, check_first_batches=False)
     torch.manual_seed(1)
-    with patch.object(Transport, "_post", count):
+    with patch.object(Transport, "post", count):
         run = trainer(strategy=strategy, max_steps=2)
         run.fit(Blocks(width=WIDTH), loader(4 * num_microbatches, 2 * num_microbatches, WIDTH))
     return most

@@ -270,6 +270,11 @@ class FakeParameters:
         """Whether the module has sharded parameters. An operation on one may wait for other ranks."""
         return any(map(is_made_of_others, self.module.parameters()))
 
+    def own(self) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]:
+        """Where each parameter is that the module has now, and the parameter."""
+        places = ((parameters_of(parent), name) for parent, name in map(self._locate, self.names))
+        return [(place, name, place[name]) for place, name in places if name in place]
+
     @contextmanager
     def all_fake(self, tag: Callable[[nn.Parameter, str], None] = lambda *_: None) -> Iterator[None]:
         """Within, every parameter is fake. ``tag(fake, canonical name)`` is called for each.

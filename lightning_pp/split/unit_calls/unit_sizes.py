@@ -85,10 +85,15 @@ class UnitSizes:
     def in_rehearsal(self, *, from_start: bool) -> Iterator[None]:
         """Around a rehearsal: all parameters are fake, from its start or from the first unit that runs in it."""
         self._kinds.clear()  # attributes inside units may change
-        with ExitStack() as self._of_rehearsal:
-            if from_start or self._fakes.stand_for_shards:
-                self._make_fake()
-            yield
+        own = self._fakes.own()
+        try:
+            with ExitStack() as self._of_rehearsal:
+                if from_start or self._fakes.stand_for_shards:
+                    self._make_fake()
+                yield
+        finally:  # the first unit may have run while the step had other tensors in their places (functional_call)
+            for parameters, name, parameter in own:
+                parameters[name] = parameter
 
     def _make_fake(self) -> None:
         stack, self._of_rehearsal = self._of_rehearsal, None

@@ -119,6 +119,11 @@ def test_pipeline_equals_one_device(pool: WorkerPool, name: str) -> None:
     check(pool, name, 2, "zb_h1")
 
 
+def test_tensors_in_the_places_of_parameters(pool: WorkerPool) -> None:
+    """By ``functional_call``, with batches of several sizes."""
+    check(pool, "modulated", 2, "1f1b")
+
+
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["bootstrap", "momentum_contrast"])
 def test_parameters_that_follow_others_across_three_stages(pool: WorkerPool, name: str) -> None:
