@@ -196,7 +196,9 @@ def is_answered(arguments: list[str]) -> bool:
 def shrinking(arguments: list[str], command: str) -> list[str]:
     recipe = next((each.removeprefix("recipe=") for each in arguments if each.startswith("recipe=")), "byte_gpt")
     of_model = [] if "model=mine" in arguments else TINY[recipe]
-    text = ["data.seq_len=16"] if {"data=tokens", "data=stream"} & set(arguments) else TINY_TEXT
+    text = ["data.seq_len=16"] if {"data=tokens", "data=packed_tokens", "data=stream"} & set(arguments) else TINY_TEXT
+    if "data=packed_tokens" in arguments:  # a small row has one document, which is not cut
+        text.append("strategy.num_microbatches=1")
     added = [*SMALL, *text, *of_model]
     if "strategy=auto" in arguments:
         added = [each for each in added if not each.startswith(("strategy.", "trainer.devices"))]
