@@ -46,10 +46,11 @@ def test_nothing_sharded(pool: WorkerPool, schedule: str, sizes: tuple[int, int,
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_every_axis(schedule: str) -> None:
+@pytest.mark.parametrize(("replicas", "tensor"), [(2, 2), (1, 4)])
+def test_eight_ranks(schedule: str, replicas: int, tensor: int) -> None:
     workers = WorkerPool(8)
     try:
-        layout = Layout(schedule, 2, 2, 3, tensor=2)
+        layout = Layout(schedule, 2, replicas, 3, tensor=tensor)
         outcomes = workers.run(train_pipelined, SETTINGS, layout, world_size=8, timeout=240)
         check_like_one_device(outcomes, SETTINGS, layout)
     finally:
