@@ -61,7 +61,7 @@ def sleep_precisely() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
-class _SleepInInput(torch.autograd.Function):
+class SleepInInput(torch.autograd.Function):
     """The identity; sleeps in F and in I."""
 
     @staticmethod
@@ -104,7 +104,7 @@ class Block(nn.Module):
         self.bias = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(_SleepInInput.apply(x + self.shift, self.stage))  # type: ignore[no-untyped-call]
+        y: Tensor = self.linear(SleepInInput.apply(x + self.shift, self.stage))  # type: ignore[no-untyped-call]
         return y + _SleepInWeight.apply(self.bias, self.stage)  # type: ignore[no-untyped-call]
 
 
@@ -112,7 +112,7 @@ class DelayedBlock(Block):
     """The same block with W by ``backward_dw()``, as modules that keep back their own weight gradients have it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(_SleepInInput.apply(x + self.shift, self.stage))  # type: ignore[no-untyped-call]
+        y: Tensor = self.linear(SleepInInput.apply(x + self.shift, self.stage))  # type: ignore[no-untyped-call]
         return y + self.bias
 
     def backward_dw(self) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from emulated import take_turn
 from emulated_ranks import print_heading, rows_of_ranks, table_row
-from emulated_runs import CPU, SLEEPS, WIDTH, Ours
+from emulated_runs import CPU, SLEEPS, WIDTH, Ours, SleepInInput
 from torch import Tensor, nn
 
 from lightning_pp.runtime.split_backward.queue import COLLECTOR, add_product
@@ -85,21 +85,6 @@ def _slow_all_reduce(*args: Any, async_op: bool = False, **kwargs: Any) -> _Work
     return None
 
 
-class _Layer(torch.autograd.Function):
-    """A product that sleeps in F and in I."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, stage: int) -> Tensor:
-        ctx.stage = stage
-        SLEEPS.sleep(stage, "F")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        SLEEPS.sleep(ctx.stage, "I")
-        return grad_outputs[0], None
-
-
 class _Product(torch.autograd.Function):
     """A product whose weight gradient sleeps, at once or when its turn comes."""
 
@@ -137,8 +122,8 @@ class Stage(nn.Module):
         """What the stage makes of ``[rows, WIDTH]``."""
         x = x + self.shift
         for layer in range(_NUM_LAYERS):
-            x = functions.copy_to_region(x, self.group)
-            x = _Layer.apply(x, self.stage)  # type: ignore[no-untyped-call]
+            x = functions.move(x, "keep", "sum", self.group)
+            x = SleepInInput.apply(x, self.stage)  # type: ignore[no-untyped-call]
             for weight in self.weights[layer * _NUM_PRODUCTS : (layer + 1) * _NUM_PRODUCTS]:
                 x = _Product.apply(x, weight, self.stage)  # type: ignore[no-untyped-call]
         return x

@@ -8,11 +8,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import recorded_training
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pp.planning.alike_units import AlikeUnits
-from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, record_model
+from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions
 from lightning_pp.planning.tensor_parts import TensorRanks
 from lightning_pp.schedule import Placement
 from lightning_pp.split.cut.partition import partition_units
@@ -66,16 +67,7 @@ def recorded(
 ) -> RecordedModel:
     tokens = torch.zeros(num_samples, 6, dtype=torch.int64)
     how = RecordingOptions(torch.bfloat16, refined=refined, tensor=TensorRanks(tensor))
-    return record_model(
-        model,
-        device=torch.device("cpu"),
-        step=lambda run: model.training_step(run.own(tokens)),
-        with_gradients=True,
-        patterns=None,
-        num_stages=2,
-        how=how,
-        like=like,
-    )
+    return recorded_training(model, tokens, how, like)
 
 
 def seen(recording: RecordedModel) -> Any:

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import recorded_training
 from live_memory import LiveMemory
 from parity_models import LlamaFloat64Loss, samples_of
 from parity_run import QUIET
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.memory.model import MemoryModel
-from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, record_model, with_recomputation
+from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, with_recomputation
 from lightning_pp.planning.tensor_parts import OnParts, TensorRanks
 from lightning_pp.split.memory.state_memory import StepDtypes
 
@@ -58,15 +59,7 @@ class Megatron(pl.LightningModule):
 
 def recorded(size: int, plan: Any = "auto") -> RecordedModel:
     module, x = Megatron().bfloat16(), torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.bfloat16)
-    return record_model(
-        module,
-        device=torch.device("cpu"),
-        step=lambda run: module.training_step(run.own(x)),
-        with_gradients=True,
-        patterns=None,
-        num_stages=2,
-        how=RecordingOptions(tensor=TensorRanks(size, plan)),
-    )
+    return recorded_training(module, x, RecordingOptions(tensor=TensorRanks(size, plan)))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -136,14 +129,8 @@ class WithHead(pl.LightningModule):
 def test_a_rank_keeps_the_logits_of_its_words_for_a_cross_entropy(takes_cross_entropy: bool, defers: bool) -> None:
     module, tokens = WithHead(takes_cross_entropy).bfloat16(), torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     whole, on_parts = (
-        record_model(
-            module,
-            device=torch.device("cpu"),
-            step=lambda run: module.training_step(run.own(tokens)),
-            with_gradients=True,
-            patterns=None,
-            num_stages=2,
-            how=RecordingOptions(tensor=TensorRanks(size, defers_logits=defers)),
+        recorded_training(
+            module, tokens, RecordingOptions(tensor=TensorRanks(size, defers_logits=defers))
         ).counted.record.tail.memory.saved.values()
         for size in (1, 4)
     )
