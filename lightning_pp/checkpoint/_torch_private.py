@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_pp._private_names import private
 
-tree_flatten = private("torch.utils._pytree.tree_flatten")
 tree_leaves = private("torch.utils._pytree.tree_leaves")
 tree_map_only = private("torch.utils._pytree.tree_map_only")
 # the files of torch.distributed.checkpoint at URLs

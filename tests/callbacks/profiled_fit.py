@@ -11,7 +11,7 @@ import lightning.pytorch as L
 from monitored_fit import loader
 from small_models import TokenModel
 
-from lightning_pp import MemorySnapshots, PipelineParallelStrategy, PipelineProfiler
+from lightning_pp import PipelineParallelStrategy, PipelineProfiler
 
 
 class Labels(L.Callback):
@@ -75,10 +75,8 @@ def fit_profiled_until_it_fails(folder: str) -> list[str | None]:
 def fit_refused(folder: str) -> list[str | None]:
     """What cannot be profiled."""
     makers: list[Callable[[], tuple[L.Callback, dict[str, Any]]]] = [
-        lambda: (PipelineProfiler(nvtx=True, dirpath=folder), {}),
         lambda: (PipelineProfiler(ranks=[0, 2], dirpath=folder), {}),
         lambda: (PipelineProfiler(dirpath=folder), {"profiler": "pytorch"}),
-        lambda: (MemorySnapshots(dirpath=folder), {}),
     ]
     found = []
     for make in makers:

@@ -18,12 +18,12 @@ from command import TINY_RUN, run_command, run_forked
         (
             "recipe=byte_gpd",
             "recipe=byte_gpd: recipe is one of byte_gpt, causal_lm, gpt2_124m, llama, llama_70b, llama_8b, lora, moe, "
-            "own, t5, two_tower, vit. The closest is byte_gpt",
+            "own, t5, vit. The closest is byte_gpt",
         ),
         (
             "recipe=gpt3",
             "recipe=gpt3: recipe is one of byte_gpt, causal_lm, gpt2_124m, llama, llama_70b, llama_8b, lora, moe, "
-            "own, t5, two_tower, vit. The closest is gpt2_124m",
+            "own, t5, vit. The closest is gpt2_124m",
         ),
         ("logger=wandbb", "logger=wandbb: logger is one of csv, none, wandb. The closest is wandb"),
         ("+recipe=llama", "+recipe=llama: recipe is already chosen. To choose another, write recipe=llama"),

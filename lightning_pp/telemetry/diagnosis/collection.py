@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
-
-from lightning_pp.runtime.split_backward.deferral import WeightGradientQueue
+from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.runtime.timing import ActionTimes, StepTimer
 from lightning_pp.schedule import Action, Schedule
 from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis, diagnose
 from lightning_pp.telemetry.diagnosis.evidence import Evidence, PlanFacts, RankEvidence
+from lightning_pp.telemetry.gathering import gather
 
 NUM_STEPS = 8
 """Steps that a diagnosis looks at, the latest of those with the same actions."""
@@ -49,7 +47,7 @@ class DiagnosablePipeline(Protocol):
     def is_settled(self) -> bool: ...
 
     @property
-    def groups(self) -> Any: ...
+    def groups(self) -> ControlGroups: ...
 
     def plan_facts(self) -> PlanFacts: ...
 
@@ -72,7 +70,6 @@ class StepWindow:
         self._num_samples = 0
         self._num_steps = 0
         self._num_others = 0
-        self._deferred_shapes: set[torch.Size] = set()
 
     def batch_ended(self, data_ms: float) -> None:
         """Notes a training batch; no collective, and it does not wait for the device.
@@ -96,7 +93,6 @@ class StepWindow:
                 return
             self._steps.clear()
             self._schedule = step[0]
-            self._deferred_shapes = WeightGradientQueue.watched = set()
         self._num_others = 0
         self._num_samples = self._pipeline.last_num_samples
         self._num_steps += 1
@@ -118,7 +114,6 @@ class StepWindow:
         """
         if not self._is_measured or self._schedule is None or len(self._steps) < _FEWEST_STEPS:
             return None
-        WeightGradientQueue.watched = None
         own = RankSteps(
             times=[timer.times() for timer, _, _ in self._steps],
             step_ms=[step_ms for _, step_ms, _ in self._steps],
@@ -128,24 +123,14 @@ class StepWindow:
                 "num_samples": self._num_samples,
                 "num_workers": num_workers,
                 "num_cores": _cores_of_a_rank(),
-                "deferred_shapes": frozenset(map(tuple, self._deferred_shapes)),
             },
         )
-        ranks = self._gather(own)
+        ranks = gather(own, self._pipeline.groups.pipeline, self._pipeline.rank)
         if ranks is None:
             return None
         usual = usual_steps(ranks)
         evidence = [rank.mean_of(usual) for rank in ranks]
         return diagnose(Evidence.of(self._schedule, evidence, self._pipeline.plan_facts()), len(usual))
-
-    def _gather(self, own: RankSteps) -> list[RankSteps] | None:
-        group = self._pipeline.groups.pipeline
-        if group is None:
-            return [own]
-        is_receiver = self._pipeline.rank == 0
-        rows: list[Any] | None = [None] * group.size() if is_receiver else None
-        dist.gather_object(own, rows, group=group, group_dst=0)
-        return rows
 
 
 @dataclass(frozen=True)

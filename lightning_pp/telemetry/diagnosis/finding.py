@@ -12,8 +12,7 @@ class Finding:
     """What holds a step up, what to change, and what the change is simulated to save.
 
     Attributes:
-        cause: One word for it: ``cuts``, ``slow_rank``, ``slow_link``, ``data``, ``microbatches``, ``schedule`` or
-            ``weight_gradients``.
+        cause: One word for it: ``cuts``, ``slow_rank``, ``slow_link``, ``data``, ``microbatches`` or ``schedule``.
         seen: What was measured, a sentence.
         remedy: What to do, words that "saves so much" can follow.
         gain_ms: Simulated, of one step, milliseconds.
