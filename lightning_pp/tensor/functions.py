@@ -114,8 +114,8 @@ _SCHEMA = "(Tensor tensor, str how, int dim, int[] segments, str group) -> Tenso
 
 @torch.library.custom_op(_NAME, mutates_args=(), schema=_SCHEMA)
 def _move_compiled(tensor: Tensor, how: str, dim: int, segments: Sequence[int], group: str) -> Tensor:
-    """The operation that compiled code has for a move."""
-    return _MOVES[how](tensor, dim, segments, GROUPS[group]).contiguous()
+    """The operation that compiled code has for a move. In a backward, weight gradients of later units run beside it."""
+    return _MOVES[how](tensor, dim, segments, GROUPS[group], aside).contiguous()
 
 
 @_move_compiled.register_fake
