@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ class RecordedGroup:
         self.size, self.rank, self.record = group.size, group.rank, record
 
 
-GROUPS: dict[str, dist.ProcessGroup] = {}
+GROUPS: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 """Groups by name, for compiled code."""
 
 
