@@ -150,6 +150,7 @@ def fit_full(folder: Path, sharded: bool, path: Path | None = None) -> tuple[lis
     return [str(each.message) for each in caught if "pickled" in str(each.message)], loaded
 
 
+@pytest.mark.by_day(1)
 @BOTH
 def test_other_states_that_cannot_be_pickled(pool: WorkerPool, tmp_path: Path, sharded: bool) -> None:
     (told, _), (elsewhere, _) = pool.run(fit_full, tmp_path, sharded)
