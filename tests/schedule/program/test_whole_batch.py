@@ -118,6 +118,7 @@ def stages_of_ranks(placement: Placement) -> list[tuple[int, ...]]:
     return [placement.stages_of_rank(rank) for rank in range(placement.num_ranks)]
 
 
+@settings(max_examples=30)
 @given(p=st.integers(1, 6), m=st.integers(1, 20), f=milliseconds, i=milliseconds, w=milliseconds)
 def test_makespans_of_even_stages(p: int, m: int, f: float, i: float, w: float) -> None:
     """With B the first gradient passes whole backwards on its way up; with I and W only input gradients."""
@@ -167,7 +168,7 @@ def whole_batch_requests(draw: st.DrawFn) -> dict[str, Any]:
     return {"num_ranks": p, "num_microbatches": m, "stages_per_rank": v, "costs": draw(stage_costs(p * v))}
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(whole_batch_requests())
 def test_the_search_is_legal_and_not_longer_than_any_family(request: dict[str, Any]) -> None:
     costs = request["costs"]

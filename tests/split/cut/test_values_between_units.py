@@ -192,6 +192,7 @@ def test_a_residual_inside_sends_the_same() -> None:
         assert activations_sent(plan_of(outside)) == activations_sent(plan_of(inside)) == len(starts)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("mix", [plain, with_parameters, without_gradients], ids=lambda mix: mix.__name__)
 def test_evaluation_equals_the_whole_model(mix: Mix) -> None:
     compare_evaluation(lambda: Residual(mix), batches()[0], 3)
