@@ -79,6 +79,7 @@ class HiddenStates(transformers_by_hand.WithLoss):
         return output.loss + sum(state.pow(2).mean() for state in output.hidden_states)
 
 
+@pytest.mark.nightly  # by day test_split_side_effects.py has such hooks
 def test_hidden_states_collected_by_hooks_on_units_arrive() -> None:
     compare(lambda: HiddenStates(transformers_by_hand.llama().model), batches_of("llama"), 3)
 
@@ -105,10 +106,12 @@ def test_router_logits_collected_inside_units_are_carried() -> None:
     assert len(edges) == 2 + len(logits)
 
 
+@pytest.mark.nightly  # by day test_split_side_effects.py has such hooks
 def test_attention_weights_collected_inside_units_are_carried() -> None:
     compare(eager_attentions, batches_of("llama"), 3)
 
 
+@pytest.mark.nightly  # by day test_split_side_effects.py has such hooks
 def test_what_is_collected_inside_units_may_be_used_on_their_stage() -> None:
     """Only the embedding is on another stage, so nothing is missing."""
     batches = batches_of("llama")

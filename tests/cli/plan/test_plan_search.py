@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -168,15 +167,6 @@ def test_no_bound_is_above_what_a_plan_takes_and_holds() -> None:
     assert num_checked > 15
 
 
-def test_the_rank_with_most_work_has_no_less_than_the_bound() -> None:
-    times = np.array([1.0, 1.0, 1.0, 1.0, 2.0])
-    blocks = Blocks(times * np.array([[0.5], [0.25], [0.25]]), np.zeros((2, 5)), [[]] * 5)
-    assert blocks.longest_work(2) == pytest.approx(3.0)  # the mean
-    assert blocks.longest_work(3) == pytest.approx(2.0)  # of the four largest two are together
-    assert blocks.longest_work(4) == pytest.approx(2.0)
-    assert blocks.longest_work(5) == pytest.approx(2.0)  # the largest alone
-
-
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_h2"])
 @pytest.mark.parametrize("after_input", [0.0, 0.6])
 def test_microbatches_that_a_rank_holds_are_the_peaks_of_the_simulation(name: str, after_input: float) -> None:
@@ -301,7 +291,8 @@ def test_samples_of_a_step_need_not_divide_the_batch() -> None:
     search, _ = searched(*run, "samples_per_step=6")
     assert not search.result.impossible
     assert {layout.microbatch_size for layout in search.space.layouts()} >= {1, 3}
-    for found in search.result.best:
+    of_three_first = sorted(search.result.best, key=lambda found: found.layout.microbatch_size != 3)
+    for found in of_three_first[:4]:
         plan = alone(search, search.words(found), *run)
         assert plan.cutter.batch_size == found.layout.batch_size
         assert found.time_in_a_row == plan.time_with_collectives
