@@ -300,12 +300,6 @@ def logging_from(module: pl.LightningModule, hook: str) -> Iterator[None]:
         yield
 
 
-@uses("lightning.pytorch.LightningModule._metric_attributes")
-def names_of_metrics_kept(module: pl.LightningModule) -> AbstractContextManager[None]:
-    """Afterwards ``module.log`` looks for metrics as before; it searches the module for them once."""
-    return _kept(module, "_metric_attributes")
-
-
 @uses(
     "lightning.pytorch.Trainer._logger_connector",
     f"{_CONNECTORS}.logger_connector.logger_connector._LoggerConnector._current_fx",
