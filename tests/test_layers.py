@@ -99,8 +99,8 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_902,
-    ("strategy",): 13_092,
+    ("split",): 12_601,
+    ("strategy",): 12_859,
     ("cli", "conf", "doctor"): 9_424,
     ("telemetry", "callbacks"): 4_757,
     ("schedule",): 5_109,

@@ -149,7 +149,7 @@ class HeldPipeline:
         for loop in (*evaluations, trainer.fit_loop.epoch_loop.val_loop):
             loop.inference_mode = False  # FSDP2's tensors and views of received ones must stay usable
         if self._strategy.sizes.data_parallel == 1:
-            # with one replica the user's own sampler gives the order that one device would see
+            # with one replica the user's own sampler has the order that one device would see
             leave_samplers_alone(trainer)
 
     def _build(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -104,7 +104,7 @@ def entries_of(tree: Any, place: str, _around: tuple[int, ...] = ()) -> Iterator
     """
     if id(tree) in _around:
         return
-    children = _named_children(tree)
+    children = named_children(tree)
     if children is None:
         yield place, tree
     for name, child in children or ():
@@ -116,7 +116,7 @@ def path_of(place: str) -> str:
     return re.sub(r"\['([^']*)'\]", r".\1", place.removeprefix("batch")).lstrip(".") or place
 
 
-def _named_children(tree: Any) -> list[tuple[str, Any]] | None:
+def named_children(tree: Any) -> list[tuple[str, Any]] | None:
     """What is directly in ``tree``, with what leads there; None for a leaf."""
     if isinstance(tree, (Tensor, str, bytes, int, float, complex, type(None), type)):
         return None

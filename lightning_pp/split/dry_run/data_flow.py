@@ -238,7 +238,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         return found | self._written[storage] if storage in self._written else found
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Records that Python looks at the content of ``tensor``, and gives it something to see."""
+        """Records that Python looks at the content of ``tensor``, and returns something for it to see."""
         self._note(self.sources_of(tensor))
         if self.call is None:
             self.value_reads.append(ValueRead(user_line(), self.origins_of(tensor), self.num_calls))

@@ -252,7 +252,7 @@ class DryRun:
         self.record.reads_progress = True
 
     def _on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs one unit on fakes and records it; a head that is cut into parts gives logits that nobody computes."""
+        """Runs one unit on fakes and records it; a head that is cut into parts returns logits that nobody computes."""
         if unit in self._heads:
             found = (self._flow.sources_of(tensor) for tensor in tensors_of((args, kwargs)))
             sources = frozenset(map(Parameter, self._own_parameters[unit])).union(*found)

@@ -67,12 +67,11 @@ class StepLogs:
         self._resolved: dict[Any, tuple[str, dict[str, Any]]] = {}
 
     @contextmanager
-    def installed(self, module: LightningModule, observe: Callable[[Any], None] | None = None) -> Iterator[None]:
+    def installed(self, module: LightningModule) -> Iterator[None]:
         """Within, ``module.log`` does between :meth:`begin` and :meth:`end` as they say; arguments are checked as ever.
 
         Args:
             module: The user's module. In a loop that does not support logging its ``log`` is left alone and says so.
-            observe: Called with every logged tensor or metric, recorded or swallowed.
 
         Raises:
             SplitError: A recorded value has no data, because it depends on what only another stage has.
@@ -92,8 +91,6 @@ class StepLogs:
                 return
             if not isinstance(value, (Tensor, Metric)):
                 raise ValueError(f"`self.log({name}, {value})` was called, but only numbers and metrics can be logged")
-            if observe is not None:
-                observe(value)
             options["reduce_fx"] = reduction_name(options["reduce_fx"])
             self._resolved.update((each, (fx, options)) for each in asked)
             if (recorded := self._recorded) is not None:
@@ -147,11 +144,9 @@ class StepLogs:
         self._recorded = self._of_whole_batch = None
 
     @contextmanager
-    def of_step(
-        self, module: LightningModule, microbatch: int | None, observe: Callable[[Any], None] | None = None
-    ) -> Iterator[None]:
+    def of_step(self, module: LightningModule, microbatch: int | None) -> Iterator[None]:
         """:meth:`installed` around one step."""
-        with self.installed(module, observe):
+        with self.installed(module):
             self.begin(microbatch)
             try:
                 yield
