@@ -47,7 +47,7 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 
 @uses("torch.nn.Module._forward_pre_hooks")
-def has_spectral_norm(module: nn.Module) -> bool:
-    """Whether a weight of ``module`` is normalised by power iterations, as a parametrization or by a hook."""
-    hooks = module._forward_pre_hooks.values()
-    return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
+def spectral_norms_of(module: nn.Module) -> list[Any]:
+    """What normalises a weight of ``module`` by power iterations: itself, as a parametrization, or hooks of it."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+    return [module, *hooks] if isinstance(module, _SpectralNorm) else hooks

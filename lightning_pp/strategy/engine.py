@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning_pp.strategy.autotune.plan_facts import model_facts, plan_facts
 from lightning_pp.strategy.autotune.profiling import TunedPrograms
 from lightning_pp.strategy.batch.checks import BatchChecks
 from lightning_pp.strategy.batch.comparison import BatchComparison
+from lightning_pp.strategy.batch.power_iterations import PowerIterations
 from lightning_pp.strategy.batch.preparation import BatchPreparation
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.lightning.gradient_norms import GradientNorms
@@ -154,6 +155,7 @@ class PipelineEngine:
         """Takes over metrics and units for a run of the trainer; every rank has to call it."""
         self._trainer = trainer
         self._checks.start()
+        self._power_iterations = PowerIterations(self.module)
         self._recover()
         self._num_batches_before = self.num_batches_run
         self._attached.enter_context(self._outside_steps.watched())
@@ -323,9 +325,10 @@ class PipelineEngine:
 
         def run_step(microbatch: int, stage: int) -> Any:
             index = indices[microbatch]
-            return run.scopes.run(partial(run.call_step, index, stage), index, stage)
+            with self._power_iterations.first_of(stage) if trains else nullcontext():
+                return run.scopes.run(partial(run.call_step, index, stage), index, stage)
 
-        with run.scopes.of_batch(), none_refused(run.call.batch_idx):
+        with self._power_iterations.frozen(), run.scopes.of_batch(), none_refused(run.call.batch_idx):
             outputs, timer = self._executor.run(
                 schedule,
                 StepInputs(

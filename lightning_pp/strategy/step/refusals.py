@@ -25,7 +25,6 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.split.record.step_record import Failure, StepRecord
 from lightning_pp.strategy._lightning_private import synchronizes_layers, trainer_of
-from lightning_pp.strategy._torch_private import has_spectral_norm
 from lightning_pp.strategy.lightning.callbacks import callbacks_of
 from lightning_pp.strategy.parameters.precision import refuse_precision
 
@@ -55,7 +54,6 @@ def refuse_unsupported(
             )
     if trainer.state.fn == TrainerFn.FITTING:
         _refuse_own_backward(module)
-        _refuse_spectral_norms(module)
     synchronized = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
     if synchronized or synchronizes_layers(trainer):
         what = f"{synchronized[0]} is a SyncBatchNorm" if synchronized else "sync_batchnorm=True"
@@ -71,15 +69,6 @@ def refuse_unsupported(
     refuse_precision(precision, device)
     if trainer.state.fn == TrainerFn.FITTING:
         _warn_of_exception_checkpoints(callbacks_of(trainer))
-
-
-def _refuse_spectral_norms(module: pl.LightningModule) -> None:
-    if name := next((name for name, child in module.named_modules() if has_spectral_norm(child)), None):
-        raise ConfigurationError(
-            f"{name} of {type(module).__name__} has a spectral norm. Its power iteration would move in every "
-            "microbatch, not once for the batch. Use another norm of the weights "
-            "(nn.utils.parametrizations.weight_norm), or train on one device."
-        )
 
 
 def _warn_of_exception_checkpoints(callbacks: Sequence[Callback]) -> None:

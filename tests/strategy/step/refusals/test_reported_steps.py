@@ -99,6 +99,15 @@ SEVERAL = [
 ]
 
 
+class SpectralNorm(Step):
+    """By a parametrization, and by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = nn.utils.parametrizations.spectral_norm(self.blocks[1])
+        self.blocks[2] = nn.utils.spectral_norm(self.blocks[2])
+
+
 class PerSample(Metric):
     """A sum over samples, divided by their number."""
 
@@ -159,7 +168,7 @@ class MaskOfFeatures(Step):
 
 AS_ONE_DEVICE = [
     MomentumEncoder, ReadsGradients, GroupsByLayer, ByOwnAdam, ByAdafactor,
-    *SEVERAL, KeepsLists, MaskOfFeatures
+    *SEVERAL, SpectralNorm, KeepsLists, MaskOfFeatures
 ]  # fmt: skip
 
 
@@ -268,15 +277,6 @@ def test_metrics_of_sums_and_counts(pool: WorkerPool) -> None:
         assert found == pytest.approx(expected, rel=1e-6)  # states are float32
 
 
-class SpectralNorm(Step):
-    """By a parametrization, and by a hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1] = nn.utils.parametrizations.spectral_norm(self.blocks[1])
-        self.blocks[2] = nn.utils.spectral_norm(self.blocks[2])
-
-
 class LoadsACopy(Step):
     """Puts back a whole copy of its first weights."""
 
@@ -297,7 +297,6 @@ REFUSED = [
     (UpdatesOverAll, "OverAll combines several parameters in an update"),
     (Codebook, r"The step writes into a buffer of the module \('code'\)"),
     (CountsAndCouples, r"The samples are coupled in .*test_reported_steps.py:\d+ in extra by `std`"),
-    (SpectralNorm, r"blocks\.1\S* of SpectralNorm has a spectral norm"),
     (ScaleThatMoves, r"The attribute 'scale' that training_step changes .* depends on how the batch is cut"),
 ]  # fmt: skip
 
