@@ -58,6 +58,7 @@ __all__ = [
     "buffers_of",
     "call_of",
     "current_function_mode",
+    "dispatch_keys_of",
     "distributions_check_what_is_here",
     "forward_hooks_of",
     "forward_pre_hooks_of",
@@ -113,6 +114,7 @@ make_wrapper: Callable[..., Any] = private("torch.Tensor._make_wrapper_subclass"
 # the function mode on top; None where there is none
 current_function_mode: Callable[[], Any] = private("torch.overrides._get_current_function_mode")
 _pop_function_mode: Any = private("torch.overrides._pop_mode_temporarily")
+_dispatch_keys: Any = private("torch._C._dispatch_keys")
 _are_forward_derivatives_on: Callable[[], bool] = private("torch._C._is_fwd_grad_enabled")
 
 
@@ -180,6 +182,11 @@ def version_of(tensor: Tensor) -> int:
 def number_of_memory(tensor: Tensor) -> int:
     """A number that tensors over the same memory share, as long as one of them lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def dispatch_keys_of(tensor: Tensor) -> int:
+    """The kinds of dispatch that ``tensor`` takes part in, as bits."""
+    return int(_dispatch_keys(tensor).raw_repr())
 
 
 @uses("torch._ops.OpOverload._schema")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lightning_pp.split._torch_private import (
     tree_map,
     tree_unflatten,
 )
+from lightning_pp.split.fakes.known_results import KnownResults
 from lightning_pp.split.record.source_lines import user_line
 from lightning_pp.split.record.sources import storage_of
 
@@ -76,9 +78,11 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False  # torch's: a third of the time of an operation that is not known
         self._depth = 0
         self._makes_up = False
         self._refuses_edits = False
+        self._known = KnownResults(self)
 
     @property
     def refuses_edits(self) -> bool:
@@ -141,9 +145,10 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         # torch takes a fake addmm apart, which costs five times as much as a product of the same shape
         has_bias = func is torch.ops.aten.addmm.default and not kwargs
         operation, operands = (torch.ops.aten.mm.default, args[1:]) if has_bias else (func, args)
+        run = partial(super().__torch_dispatch__, operation, types, operands, kwargs)
         self._depth += 1
         try:
-            return super().__torch_dispatch__(operation, types, operands, kwargs)
+            return self._known.result_of(func, args, kwargs, run)
         except NOT_FAKEABLE as error:
             failure = error
         finally:

@@ -1,4 +1,4 @@
-"""Counting what an operation computes and moves, from the shapes of its operands and results."""
+"""Counting what an operation computes and moves, from the shapes of what it is given and gives."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def work_of(
 ) -> OperationWork | None:
     """What one operation takes; None for a view, which takes nothing.
 
-    Bytes are those of its operands and results, each once. What it moves in backward is counted by what
+    Bytes are those of the tensors that it is given and gives, each once. What it moves in backward is counted by what
     autograd does for most operations: it reads the output's gradient and what is saved, about the inputs, and writes
     the inputs' gradients. The gradient of a factor of a product is added in place to what earlier microbatches gave.
     That of a table of which rows were picked is a table of zeros with these rows, added to the parameter's gradient.

@@ -1,7 +1,7 @@
 """Fake parameters: what stands in for a parameter that a rank does not own.
 
 A fake parameter is a :class:`FakeTensor` on the device where the parameter would live. It has a shape and a dtype and
-no data; an operation on it returns another fake. It sits in the module's ``__dict__``, where attribute access finds it,
+no data; an operation on it gives another fake. It sits in the module's ``__dict__``, where attribute access finds it,
 and not among the module's parameters, so ``named_parameters()`` and ``state_dict()`` know only what is owned.
 """
 
@@ -254,7 +254,7 @@ class FakeParameters:
 
     @contextmanager
     def all_parameters(self) -> Iterator[None]:
-        """Within, ``named_parameters()`` yields every parameter in one-device order, un-owned ones as fakes."""
+        """Within, ``named_parameters()`` gives every parameter in one-device order, un-owned ones as fakes."""
         self.restore_names()
         try:
             yield

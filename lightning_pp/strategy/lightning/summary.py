@@ -7,6 +7,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
+from lightning.pytorch.utilities.model_summary.model_summary import get_formatted_model_size, get_human_readable_count
+from rich import get_console
+from rich.table import Table
 
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.strategy._lightning_private import layer_names_of, replace_summary, summary_columns
@@ -77,5 +80,37 @@ def summarize_whole_model(trainer: pl.Trainer, split: Callable[[], SplitModel]) 
     for callback in getattr(trainer, "callbacks", []):
         if isinstance(callback, ModelSummary):
             replace_summary(callback, of_all)
-            if type(callback).summarize is RichModelSummary.summarize:  # which has no column of stages
-                vars(callback)["summarize"] = ModelSummary.summarize
+            if type(callback).summarize is RichModelSummary.summarize:  # it knows its columns by name
+                vars(callback)["summarize"] = _print_with_rich
+
+
+def _print_with_rich(
+    summary_data: Columns,
+    total_parameters: int,
+    trainable_parameters: int,
+    model_size: float,
+    total_training_modes: dict[str, int],
+    total_flops: int,
+    **summarize_kwargs: Any,
+) -> None:
+    """As ``RichModelSummary`` prints it, with whatever columns there are."""
+    table = Table(header_style=summarize_kwargs.get("header_style", "bold magenta"))
+    for heading, _ in summary_data:
+        is_number = heading in ("Params", "FLOPs", "In sizes", "Out sizes")
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=heading == "Name")
+    for row in zip(*(values for _, values in summary_data), strict=True):
+        table.add_row(*row)
+    grid = Table.grid(expand=True)
+    for label, value in (
+        ("Trainable params", get_human_readable_count(trainable_parameters)),
+        ("Non-trainable params", get_human_readable_count(total_parameters - trainable_parameters)),
+        ("Total params", get_human_readable_count(total_parameters)),
+        ("Total estimated model params size (MB)", get_formatted_model_size(model_size)),
+        ("Modules in train mode", total_training_modes["train"]),
+        ("Modules in eval mode", total_training_modes["eval"]),
+        ("Total FLOPs", get_human_readable_count(total_flops)),
+    ):
+        grid.add_row(f"[bold]{label}[/]: {value}")
+    console = get_console()
+    console.print(table)
+    console.print(grid)

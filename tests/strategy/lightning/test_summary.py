@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
-import logging
 from typing import Any
 
 import pytest
+import rich
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from lightning.pytorch.utilities.model_summary import ModelSummary as LayerSummaries
 from pipelined_fit import fit
 from pool import WorkerPool
+from rich.console import Console
 from small_models import Blocks
 
 from lightning_pp.strategy.lightning.summary import _ranges
@@ -28,19 +29,15 @@ class Kept(ModelSummary):
 
 
 def summarize() -> tuple[list[dict[str, Any]], str]:
-    """Both kinds at once, in every process; what was kept, and what that of rich told."""
-    told = io.StringIO()
-    log, handler = logging.getLogger("lightning.pytorch.callbacks.model_summary"), logging.StreamHandler(told)
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    """Both kinds at once, in every process; what was kept, and what rich printed."""
+    printed = io.StringIO()
+    console, rich._console = rich.get_console(), Console(file=printed, width=120)
     kept = [Kept(1), Kept(2)]
     try:
         fit(Blocks(), callbacks=[*kept, RichModelSummary(max_depth=2)], max_steps=1, enable_model_summary=True)
     finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-    return [callback.shown for callback in kept], told.getvalue()
+        rich._console = console
+    return [callback.shown for callback in kept], printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +64,15 @@ def test_the_summary_is_that_of_the_whole_model_with_stages(depth: int, ranks: l
         assert (by_layer["blocks.0"], by_layer["blocks.3"]) == ("0", "1")
 
 
-def test_the_summary_of_rich_is_a_plain_table_with_stages(ranks: list[Any]) -> None:
-    told = ranks[0][1]
-    heading, *_ = [line for line in told.splitlines() if "Name" in line]
+def test_rich_shows_the_same(ranks: list[Any]) -> None:
+    printed = ranks[0][1]
+    heading, *_ = [line for line in printed.splitlines() if "Name" in line]
     assert [word for word in heading.split() if word.isalpha()] == ["Name", "Type", "Stage", "Params", "Mode", "FLOPs"]
-    (row,) = [line for line in told.splitlines() if "blocks.3" in line]
-    assert [cell.strip() for cell in row.split("|")[1:5]] == ["blocks.3", "Linear", "1", "72"]
+    (row,) = [line for line in printed.splitlines() if "blocks.3" in line]
+    assert [cell.strip() for cell in row.split("│")[2:6]] == ["blocks.3", "Linear", "1", "72"]
     total = sum(parameter.numel() for parameter in Blocks().parameters())
-    assert f"{total} Total params" in " ".join(told.split())
-    assert "Stage" not in ranks[1][1]  # only rank 0 tells
+    assert f"Total params: {total}" in " ".join(printed.split())
+    assert "Stage" not in ranks[1][1]  # only rank 0 prints
 
 
 def test_stages_are_written_as_ranges() -> None:

@@ -1,4 +1,4 @@
-"""Operations on fakes, once and again: they show what real tensors show, and what needs data is refused each time."""
+"""Operations on fakes: what is remembered of them is what real tensors show, and what must be asked again is."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_pp.split.fakes.fake_mode import FakeValueMode, LostEditError, NeedsDataError
 
@@ -108,11 +109,24 @@ def look(operation: Callable[[Given], Any], given: Given) -> list[Any]:
 
 @pytest.mark.by_day(24)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_fakes_show_what_real_tensors_show(name: str) -> None:
+def test_what_is_known_is_what_real_tensors_show(name: str) -> None:
     expected = look(OPERATIONS[name], real())
     mode = FakeValueMode()
     for _ in range(3):
         assert look(OPERATIONS[name], fakes(mode)) == expected
+
+
+@pytest.mark.parametrize("name", sorted(set(OPERATIONS) - {"turned", "with_a_dimension"}))
+def test_torch_is_asked_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode = FakeValueMode()
+    OPERATIONS[name](fakes(mode))
+    given = fakes(mode)
+
+    def dispatch(*_: Any) -> Any:
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", dispatch)
+    OPERATIONS[name](given)
 
 
 def test_results_are_tensors_of_their_own() -> None:
@@ -167,6 +181,15 @@ def test_an_edit_of_a_real_tensor_is_refused_every_time() -> None:
         average.lerp_(given["x"], 0.5)
         with mode.refusing_edits(), pytest.raises(LostEditError):
             average.lerp_(given["x"], 0.5)
+
+
+def test_numbers_that_change_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_pp.split.fakes.known_results._MOST_RESULTS", 8)
+    mode = FakeValueMode()
+    given = fakes(mode)
+    for number in range(100):
+        assert (given["x"] * (1.0 + number)).shape == (2, 6, 4)
+    assert len(mode._known._results) <= 8
 
 
 def test_compiled_code_takes_fakes() -> None:
