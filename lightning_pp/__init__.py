@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lightning_pp.packed_batches import split_packed
     from lightning_pp.split import BatchPart
     from lightning_pp.strategy import PipelineParallelStrategy
-    from lightning_pp.verification import verify
+    from lightning_pp.verification.verify import verify
 else:
 
     def __getattr__(name: str) -> Any:

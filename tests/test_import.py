@@ -48,6 +48,18 @@ def test_all_public_names_are_imported_with_a_star() -> None:
     assert pickle.loads(pickle.dumps(strategy)) is strategy
 
 
+def test_what_a_run_may_not_need_is_imported_when_it_is_used() -> None:
+    code = """import sys
+from lightning_pp import PipelineParallelStrategy
+strategy = PipelineParallelStrategy(num_microbatches=4)
+late = ("torch.distributed.checkpoint", "lightning_pp.strategy.engine", "lightning_pp.strategy.setup")
+print([name for name in late if name in sys.modules])
+import lightning_pp.checkpoint
+print([name for name in lightning_pp.checkpoint.__all__ if getattr(lightning_pp.checkpoint, name).__name__ != name])
+print(late[0] in sys.modules, hasattr(lightning_pp.checkpoint, "Checkpoint"))"""
+    assert run(code).splitlines() == ["[]", "[]", "True False"]
+
+
 @pytest.mark.nightly
 def test_type_checkers_see_every_public_name_and_no_other(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -206,12 +206,9 @@ def _save_streaming(content: dict[str, Any], file: Path) -> None:
     leaves, _ = tree_flatten(content)
     sources = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, _Cast))]
     room: dict[int, torch.Tensor] = {}
-
-    def make_room(source: Any) -> torch.Tensor:
-        # not touched, so no memory is behind it
-        return room.setdefault(id(source), torch.empty(tuple(source.shape), dtype=source.dtype))
-
-    layout = tree_map_only((torch.Tensor, _Cast), make_room, content)
+    for each in sources:  # not touched, so no memory is behind it
+        room.setdefault(id(each), torch.empty(tuple(each.shape), dtype=each.dtype))
+    layout = tree_map_only((torch.Tensor, _Cast), lambda source: room[id(source)], content)
     with torch.serialization.skip_data():
         torch.save(layout, file)
     num_records = sum(bool(re.search(r"/data/\d+$", name)) for name in zipfile.ZipFile(file).namelist())

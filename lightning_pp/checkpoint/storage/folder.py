@@ -19,12 +19,15 @@ import ctypes
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch.distributed.checkpoint.metadata import Metadata
 from upath import UPath
 
 from lightning_pp.checkpoint.storage.location import Location, is_file, locate, sizes_of_files
 from lightning_pp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 TRAINER_STATE_FILENAME = "meta.pt"
 TABLE_FILENAME = ".metadata"
