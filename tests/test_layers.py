@@ -104,12 +104,12 @@ BUDGETS = {
     ("cli", "conf", "doctor"): 9_424,
     ("telemetry", "callbacks"): 4_757,
     ("schedule",): 5_109,
-    ("planning",): 5_641,
+    ("planning",): 5_638,
     ("runtime",): 4_609,
     ("checkpoint",): 3_790,
     ("sharding",): 3_590,
     ("distributed",): 2_435,
-    ("tensor",): 3_096,
+    ("tensor",): 3_101,
     ("verification",): 750,
 }
 

@@ -12,7 +12,6 @@ from model_parts import VOCAB, WIDTH, Architecture, Block
 from pipelined_fit import trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers_by_config import CASES, generic
 
 from lightning_pp import PipelineMonitor, PipelineParallelStrategy
 from lightning_pp.telemetry import Finding
@@ -94,6 +93,8 @@ def findings_of(name: str) -> list[Finding] | None:
     if name == "their own":
         make, batch = OfTheirOwn, lambda count: torch.randint(VOCAB, (count, 12))
     else:
+        from transformers_by_config import CASES, generic  # takes seconds
+
         make, batch = CASES[name] if name in CASES else generic(*name.split("/"))  # type: ignore[arg-type]
     monitor = PipelineMonitor(log_timeline=False)
     strategy = PipelineParallelStrategy(2, num_microbatches=4, schedule="zb_h1", check_first_batches=False)

@@ -14,6 +14,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from monitored_fit import loader
+from pipelined_fit import trainer
 from pool import WorkerPool
 from profiled_fit import fit_profiled, fit_profiled_until_it_fails, fit_refused
 from small_models import TokenModel
@@ -73,17 +74,8 @@ def test_what_cannot_be_profiled_is_refused_on_every_rank(pool: WorkerPool, tmp_
 
 
 def test_without_a_pipeline_there_are_traces_too(tmp_path: Path) -> None:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=3,
-        logger=False,
-        callbacks=[PipelineProfiler(wait=0, warmup=1, active=1, dirpath=tmp_path)],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(TokenModel(), loader())
+    profiler = PipelineProfiler(wait=0, warmup=1, active=1, dirpath=tmp_path)
+    trainer(1, "auto", max_steps=3, callbacks=[profiler]).fit(TokenModel(), loader())
     (path,) = tmp_path.iterdir()
     assert any(event.get("name") == "aten::addmm" for event in events_of(path))
 
@@ -127,7 +119,7 @@ def test_snapshots_are_written_every_so_often_and_when_memory_runs_out(tmp_path:
                 torch.empty(1 << 50, device=self.device)
             return super().training_step(batch, batch_idx)
 
-    trainer = L.Trainer(
+    run = L.Trainer(
         accelerator="gpu",
         devices=1,
         logger=False,
@@ -136,7 +128,7 @@ def test_snapshots_are_written_every_so_often_and_when_memory_runs_out(tmp_path:
         enable_progress_bar=False,
     )
     with pytest.raises(torch.OutOfMemoryError):
-        trainer.fit(Hungry(), loader())
+        run.fit(Hungry(), loader())
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "rank0000.000002.pickle",
         "rank0000.out_of_memory.pickle",

@@ -86,6 +86,7 @@ def test_tensorboard_shows_text(folder: Path) -> None:
     assert all(line.startswith("    ") for line in text.splitlines())
 
 
+@pytest.mark.nightly
 def test_a_last_step_that_is_one_of_those_is_there_once_and_in_the_trace(pool: WorkerPool, tmp_path: Path) -> None:
     assert NUM_BATCHES == 7
     pool.run(fit_with_timelines, str(tmp_path), False, 7, world_size=2, timeout=120)

@@ -133,6 +133,19 @@ class LlamaFloat64Loss(Llama):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
 
 
+class LlamaFloat64Norms(LlamaFloat64Loss):
+    """The same model with torch's norm. The norm of transformers computes in float32, and inductor sums in another
+    order, so on one device its gradients are 2e-7 from those of uncompiled units; without float32 they are 1e-15.
+    """
+
+    def build(self) -> None:
+        super().build()
+        for module in list(self.model.modules()):
+            for name, norm in list(module.named_children()):
+                if type(norm).__name__ == "LlamaRMSNorm":
+                    setattr(module, name, nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon))
+
+
 class MixtralFloat64Loss(LlamaFloat64Loss):
     """Mixtral of transformers, whose experts are in parameters of three dimensions, without its balance loss."""
 
@@ -357,6 +370,7 @@ MODELS: dict[str, type[SettingsModule]] = {
     "gpt2_float64_loss": GPT2Float64Loss,
     "llama": Llama,
     "llama_float64_loss": LlamaFloat64Loss,
+    "llama_float64_norms": LlamaFloat64Norms,
     "mixtral_float64_loss": MixtralFloat64Loss,
     "odd_gpt2": OddGPT2,
     "odd_llama": OddLlama,
@@ -373,6 +387,7 @@ DATASETS: dict[str, Callable[[int, torch.Generator], list[Any]]] = {
     "gpt2_float64_loss": _gpt2_samples,
     "llama": _llama_samples,
     "llama_float64_loss": _llama_samples,
+    "llama_float64_norms": _llama_samples,
     "mixtral_float64_loss": _llama_samples,
     "odd_gpt2": _gpt2_samples,
     "odd_llama": _llama_samples,

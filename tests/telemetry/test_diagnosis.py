@@ -104,6 +104,7 @@ def test_the_cause_is_named_first_and_every_override_brings_what_it_promises(nam
     check_promises(case.world, diagnosis)
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("name", CASES)
 def test_with_noise_the_cause_and_the_promises_are_the_same(name: str) -> None:
     case = CASES[name]

@@ -131,13 +131,6 @@ def test_waits_are_a_stages_own() -> None:
     assert sums.stages[1].backward_input_ms == 4.0
 
 
-def test_rows_come_back_whatever_follows_them() -> None:
-    for sums in sums_of("zb_v"):
-        row = sums.to_row()
-        assert len(row) == RankSums.row_length(2)
-        assert RankSums.from_row([*row, 7.0, 8.0], 2) == sums
-
-
 def test_nothing_measured_gives_zeros() -> None:
     schedule, _ = schedule_and_costs("1f1b")
     nothing = [RankSums.none(1)] * 4
@@ -198,11 +191,3 @@ def test_only_what_exists_is_logged_and_that_is_what_is_documented() -> None:
 def test_imbalance_is_that_of_the_work() -> None:
     sums = [RankSums(1.0, work_ms, 20.0, ()) for work_ms in (10.0, 10.0, 10.0, 14.0)]
     assert imbalance_of(sums) == pytest.approx(14 / 11 - 1)
-
-
-def test_readings_come_back_from_rows_of_any_length() -> None:
-    looked_at = RankReading(1.0, 2.0, 3.0, 4.0, 25.0, (9.0, 16.0))
-    for reading, num_stages in ((looked_at, 2), (RankReading(1.0), 1)):
-        row = reading.to_row(3)
-        assert len(row) == RankReading.row_length(3)
-        assert RankReading.from_row([*row, 7.0], num_stages) == reading

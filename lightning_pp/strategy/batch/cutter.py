@@ -54,7 +54,8 @@ class BatchCutter:
             BatchError: The batch cannot be cut (:func:`split_batch`, :func:`split_by`), or its rows refer to each other
                 (:func:`refuse_row_references`).
         """
-        size = batch_size_of(batch, self._batch_dim) if self._split is None else None
+        asks_size = self._num_microbatches == "auto" and self._split is None
+        size = batch_size_of(batch, self._batch_dim) if asks_size else None
         fewest = self._fewest_samples if for_training else 1
         number = resolve_num_microbatches(self._num_microbatches, self._pipeline_size, size, fewest)
         microbatches = self.cut_into(batch, number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import nn
 
@@ -22,28 +22,25 @@ class PowerIterations:
         self._numbers = [(norm, norm.n_power_iterations) for norm in held]
         self._seen: set[int] = set()
 
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
+    def frozen(self) -> AbstractContextManager[None]:
         """Within, as around a batch or its check, nothing iterates but in :meth:`first_of`."""
         self._seen.clear()
-        self._set(is_on=False)
-        try:
-            yield
-        finally:
-            self._set(is_on=True)
+        return self._switched(is_on=False)
 
-    @contextmanager
-    def first_of(self, stage: int) -> Iterator[None]:
+    def first_of(self, stage: int) -> AbstractContextManager[None]:
         """Around the step of a microbatch: the first on a stage iterates for the whole batch."""
         if not self._numbers or stage in self._seen:
-            yield
-            return
+            return nullcontext()
         self._seen.add(stage)
-        self._set(is_on=True)
+        return self._switched(is_on=True)
+
+    @contextmanager
+    def _switched(self, *, is_on: bool) -> Iterator[None]:
+        self._set(is_on=is_on)
         try:
             yield
         finally:
-            self._set(is_on=False)
+            self._set(is_on=not is_on)
 
     def _set(self, *, is_on: bool) -> None:
         for norm, number in self._numbers:

@@ -31,10 +31,9 @@ from lightning_pp.strategy.step.progress import reads_batch_idx, trainer_watched
 from lightning_pp.strategy.step.refusals import check_loss
 
 
-@contextmanager
 def logging_to(
     module: pl.LightningModule, sink: Callable[[Any], None], note: Callable[..., None] = lambda *_, **__: None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Within, ``module.log`` only tells ``sink`` what it is given; no loop needs to be running.
 
     Numbers become tensors as in Lightning's own, so that it can be seen how they grow with the batch.
@@ -54,8 +53,7 @@ def logging_to(
         for name, value in dictionary.items():
             log(name, value, *args, **kwargs)
 
-    with replaced(module, log=log, log_dict=log_dict):
-        yield
+    return replaced(module, log=log, log_dict=log_dict)
 
 
 def _check_loggable(name: str, value: Any) -> None:

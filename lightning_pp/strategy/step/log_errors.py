@@ -7,13 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torchmetrics import Metric
 
-from lightning_pp.strategy._lightning_private import (
-    hook_that_logs_kept,
-    logging_from,
-    names_of_metrics_kept,
-    results_of,
-    trainer_of,
-)
+from lightning_pp.strategy._lightning_private import logging_from, results_of
 from lightning_pp.strategy.lightning.patching import replaced
 
 
@@ -43,15 +37,10 @@ class LoggedCalls:
             MisconfigurationException: As Lightning raises it.
         """
         module = self._module
-        trainer, results = trainer_of(module), results_of(module)
-        if trainer is None or results is None or type(module).log is not pl.LightningModule.log:
+        results = results_of(module)
+        if results is None or type(module).log is not pl.LightningModule.log:
             return
-        with (
-            logging_from(module, self._step),
-            hook_that_logs_kept(trainer),
-            names_of_metrics_kept(module),
-            replaced(results, log=_nothing, reset=_nothing),
-        ):
+        with logging_from(module, self._step), replaced(results, log=_nothing, reset=_nothing):
             for name, value, args, options in self.noted:
                 pl.LightningModule.log(module, name, value, *args, **options)
 

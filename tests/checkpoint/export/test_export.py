@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from pipeline_parts import differences, make_part, one_device, save_sharded
+from pipelined_fit import trainer
 from pool import WorkerPool
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -56,6 +57,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "row_normalized"])
 def test_plain_ckpt_is_what_one_device_saves(
     pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str
@@ -137,20 +139,12 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def train_causal_lm(path: Path, model_type: str) -> None:
     pl.seed_everything(1, verbose=False)
     module = CausalLM(model_type, ARCHITECTURES[model_type], learning_rate=0.01, num_warmup_steps=1)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=PipelineParallelStrategy(2, num_microbatches=2, check_first_batches=False),
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(Tokens(), batch_size=4))
-    trainer.save_checkpoint(path)
+    run = trainer(2, PipelineParallelStrategy(2, num_microbatches=2, check_first_batches=False), max_steps=2)
+    run.fit(module, DataLoader(Tokens(), batch_size=4))
+    run.save_checkpoint(path)
 
 
+@pytest.mark.by_day(1)  # test_export_peft.py exports Llama
 @pytest.mark.parametrize("model_type", list(ARCHITECTURES))
 def test_transformers_loads_the_model_directory(
     pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], model_type: str

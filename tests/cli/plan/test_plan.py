@@ -337,6 +337,7 @@ def cut_of_training(config_json: str) -> dict[str, int]:
     return dict(run.trainer.strategy.engine.split.partition.stage_of_unit)  # type: ignore[attr-defined]
 
 
+@pytest.mark.nightly  # by day with a limit, below
 def test_the_cut_is_the_one_that_training_makes(pool: WorkerPool) -> None:
     from omegaconf import OmegaConf
 

@@ -107,6 +107,7 @@ def look(operation: Callable[[Given], Any], given: Given) -> list[Any]:
     ]
 
 
+@pytest.mark.by_day(24)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_is_known_is_what_real_tensors_show(name: str) -> None:
     expected = look(OPERATIONS[name], real())
