@@ -140,7 +140,6 @@ def waits_of_batches(
             plugins=precision,
         )
         trainer.fit(Logs(has_unused) if module is None else module(), loader(num_samples=40))
-    # the first batches look at what later ones rely on
     return callback.found[2:]
 
 
