@@ -155,18 +155,18 @@ class MixtralFloat64Loss(LlamaFloat64Loss):
         self.model = mixtral().model
 
 
-def with_odd_vocabulary(model: nn.Module) -> nn.Module:
-    """A model of its class with one word more, which no even number of ranks divides."""
-    model.config.vocab_size = VOCAB + 1
+def with_other_config(model: nn.Module, name: str, value: int) -> nn.Module:
+    """A model of its class with another value in its config."""
+    setattr(model.config, name, value)
     return type(model)(model.config)
 
 
 class OddGPT2(GPT2Float64Loss):
-    """With tied embeddings of an odd number of words."""
+    """With tied embeddings of an odd number of words, which no even number of ranks divides."""
 
     def build(self) -> None:
         super().build()
-        self.model = with_odd_vocabulary(self.model)
+        self.model = with_other_config(self.model, "vocab_size", VOCAB + 1)
 
 
 class OddLlama(LlamaFloat64Loss):
@@ -174,7 +174,15 @@ class OddLlama(LlamaFloat64Loss):
 
     def build(self) -> None:
         super().build()
-        self.model = with_odd_vocabulary(self.model)
+        self.model = with_other_config(self.model, "vocab_size", VOCAB + 1)
+
+
+class ShortLlama(LlamaFloat64Loss):
+    """With two layers: for tests in which each layer takes long."""
+
+    def build(self) -> None:
+        super().build()
+        self.model = with_other_config(self.model, "num_hidden_layers", 2)
 
 
 class T5(SettingsModule):
@@ -374,6 +382,7 @@ MODELS: dict[str, type[SettingsModule]] = {
     "mixtral_float64_loss": MixtralFloat64Loss,
     "odd_gpt2": OddGPT2,
     "odd_llama": OddLlama,
+    "short_llama": ShortLlama,
     "t5": T5,
     "demo_transformer": DemoTransformer,
     "residual_mlp": ResidualMLP,
@@ -391,6 +400,7 @@ DATASETS: dict[str, Callable[[int, torch.Generator], list[Any]]] = {
     "mixtral_float64_loss": _llama_samples,
     "odd_gpt2": _gpt2_samples,
     "odd_llama": _llama_samples,
+    "short_llama": _llama_samples,
     "t5": _t5_samples,
     "demo_transformer": _demo_samples,
     "residual_mlp": _mlp_samples,

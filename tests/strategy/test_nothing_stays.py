@@ -91,7 +91,7 @@ class Living(L.Callback):
 def bytes_in_updates(options: dict[str, Any], logs: bool, penalty: bool, shrinks: bool) -> list[int]:
     """In a worker."""
     living = Living()
-    strategy = PipelineParallelStrategy(num_microbatches=4, **options)
+    strategy = PipelineParallelStrategy(num_microbatches=4, check_first_batches=False, **options)
     devices = NUM_RANKS.get(str(options), 2)
     trainer = L.Trainer(**{**QUIET, "devices": devices}, strategy=strategy, max_epochs=1, callbacks=[living])
     trainer.fit(Chain(logs, penalty), DataLoader(Rows(shrinks), batch_size=None))
