@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchPart",
     "CombinedOptimizer",
+    "MemorySnapshots",
     "PipelineMonitor",
     "PipelineParallelStrategy",
     "PipelineProfiler",
@@ -35,12 +36,12 @@ _ROOMS = {
 _REGISTRY = "lightning.pytorch.strategies"
 
 if TYPE_CHECKING:
-    from lightning_pp.callbacks import PipelineMonitor, PipelineProfiler, PipelineWandbLogger
+    from lightning_pp.callbacks import MemorySnapshots, PipelineMonitor, PipelineProfiler, PipelineWandbLogger
     from lightning_pp.combined_optimizer import CombinedOptimizer
     from lightning_pp.packed_batches import split_packed
     from lightning_pp.split import BatchPart
     from lightning_pp.strategy import PipelineParallelStrategy
-    from lightning_pp.verification import verify
+    from lightning_pp.verification.verify import verify
 else:
 
     def __getattr__(name: str) -> Any:

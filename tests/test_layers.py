@@ -99,17 +99,17 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_902,
-    ("strategy",): 13_092,
-    ("cli", "conf", "doctor"): 9_147,
-    ("telemetry", "callbacks"): 3_960,
+    ("split",): 12_601,
+    ("strategy",): 12_859,
+    ("cli", "conf", "doctor"): 9_418,
+    ("telemetry", "callbacks"): 4_405,
     ("schedule",): 5_109,
-    ("planning",): 5_641,
-    ("runtime",): 4_497,
-    ("checkpoint",): 3_678,
-    ("sharding",): 3_586,
+    ("planning",): 5_638,
+    ("runtime",): 4_556,
+    ("checkpoint",): 3_788,
+    ("sharding",): 3_588,
     ("distributed",): 2_432,
-    ("tensor",): 3_096,
+    ("tensor",): 3_101,
     ("verification",): 750,
 }
 
@@ -132,6 +132,7 @@ MANY_PARAMETERS = {
     "recipes/byte_text.py:ByteTextDataModule.__init__": "a configuration's fields",
     "recipes/streams.py:StreamDataModule.__init__": "a configuration's fields",
     "recipes/transformers_module.py:TransformersModule.__init__": "a configuration's fields",
+    "recipes/two_tower.py:TwoTower.__init__": "a configuration's fields",
 }
 
 

@@ -194,14 +194,14 @@ def in_real_memory(
 def write_whole(path: Path) -> None:
     """A safetensors file with all of the smaller model's weights."""
     import torch
-    from safetensors.torch import save_file
+
+    from lightning_pp.checkpoint.storage.safetensors_file import write_safetensors
 
     with torch.device("meta"):
         module = make_module(LLAMA_REAL, VOCABULARY["real"])
         module.configure_model()
-    state = module.model.state_dict()
-    weights = {name: (torch.randn(value.shape) * 0.02).to(value.dtype) for name, value in state.items()}
-    save_file(weights, path, {"format": "pt"})
+    specs = {name: (tuple(value.shape), value.dtype) for name, value in module.model.state_dict().items()}
+    write_safetensors(path, specs, lambda name: torch.randn(specs[name][0]) * 0.02, {"format": "pt"})
 
 
 def launch(what: str, *arguments: str) -> list[dict[str, float]]:

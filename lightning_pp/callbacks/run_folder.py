@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
+import torch.distributed as dist
+
+from lightning_pp.errors import ConfigurationError
 
 
 def folder_of_logs(trainer: pl.Trainer) -> Path | None:
@@ -29,6 +33,37 @@ def shared_folder(trainer: pl.Trainer, dirpath: str | Path | None, name: str) ->
     if folder is None and trainer.is_global_zero:
         folder = (folder_of_logs(trainer) or Path(trainer.default_root_dir)) / name
     return Path(trainer.strategy.broadcast(str(folder)))
+
+
+def check_ranks(callback: str, ranks: object) -> None:
+    """Checks what a user gave for ``ranks``.
+
+    Raises:
+        ConfigurationError: It is neither ``"all"`` nor a list of numbers.
+    """
+    if ranks == "all":
+        return
+    if not isinstance(ranks, (list, tuple)) or not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
+        raise ConfigurationError(
+            f"{callback}(ranks={ranks!r}) must be 'all', or a list of the numbers of processes: [0, 3]."
+        )
+
+
+def is_chosen(callback: str, ranks: str | Sequence[int], rank: int) -> bool:
+    """Whether a process is among ``ranks``.
+
+    Raises:
+        ConfigurationError: One of them is not there.
+    """
+    if isinstance(ranks, str):
+        return True
+    num_processes = dist.get_world_size() if dist.is_initialized() else 1
+    if max(ranks) >= num_processes:
+        raise ConfigurationError(
+            f"{callback}(ranks={list(ranks)}) names process {max(ranks)}, and the run has {num_processes}, "
+            "counted from 0."
+        )
+    return rank in ranks
 
 
 def tell_unwritten(what: str, error: Exception) -> None:

@@ -1,12 +1,14 @@
-"""Lightning's logger of Weights & Biases, for checkpoints that are folders."""
+"""Lightning's logger of Weights & Biases, for runs on several nodes and for checkpoints that are folders."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -16,7 +18,7 @@ from lightning_pp.errors import ConfigurationError
 
 
 class PipelineWandbLogger(WandbLogger):
-    """A ``WandbLogger`` that makes artifacts of checkpoint folders too.
+    """A ``WandbLogger`` that makes artifacts of checkpoint folders too, and can record the system metrics of all nodes.
 
     Other arguments go to ``lightning.pytorch.loggers.WandbLogger`` and from there to ``wandb.init``: ``name``,
     ``project``, ``group``, ``job_type``, ``tags``, ``id`` (or ``version``), ``resume``, ...
@@ -28,10 +30,12 @@ class PipelineWandbLogger(WandbLogger):
             checkpoint is ``model.ckpt`` in its artifact, be it a file or a folder. Checkpoints at URLs are always
             references.
         log_model_as: ``"files"`` stores a copy in wandb, ``"reference"`` only the location.
+        every_node: Whether to record the system metrics of all nodes, not only of rank 0's. The run must be online,
+            because W&B's server joins the processes (mode "shared"). :class:`PipelineMonitor` starts them.
         kwargs: Arguments of ``WandbLogger`` and of ``wandb.init``.
 
     Raises:
-        ConfigurationError: A value is not allowed.
+        ConfigurationError: A value is not allowed, or ``every_node`` is set for an offline run.
     """
 
     def __init__(
@@ -40,22 +44,70 @@ class PipelineWandbLogger(WandbLogger):
         offline: bool = False,
         log_model: bool | Literal["all"] = False,
         log_model_as: Literal["files", "reference"] = "files",
+        every_node: bool = False,
         **kwargs: Any,
     ) -> None:
         if log_model not in (False, True, "all"):
             raise ConfigurationError(f"log_model={log_model!r} must be True, False or 'all'.")
         if log_model_as not in ("files", "reference"):
             raise ConfigurationError(f"log_model_as={log_model_as!r} must be 'files' or 'reference'.")
+        if every_node and offline:
+            raise ConfigurationError(
+                "every_node=True needs offline=False: W&B's server joins the processes of one run."
+            )
         super().__init__(save_dir=os.fspath(save_dir), **kwargs)
         self.log_model = log_model
         self.log_model_as = log_model_as
+        self.every_node = every_node
         self._logged: dict[str, float] = {}
         self._to_log: list[ModelCheckpoint] = []
+        self._of_this_node: Any = None
+        self._given_settings: Any = None
         arguments = init_arguments(self)
         if arguments.get("anonymous") is None:
             arguments.pop("anonymous", None)  # wandb warns of it even if it is None
         if offline:  # not in the environment, where the next run of the process would find it
             arguments["mode"] = "offline"
+        if every_node:
+            self._given_settings = arguments.get("settings")
+            arguments["settings"] = self.settings_of_node(0)
+
+    # ---------------------------------------------------------------- nodes
+
+    def watch_this_node(self, trainer: pl.Trainer) -> None:
+        """With ``every_node``: the first process of each node but rank 0's joins the run; every rank has to call it.
+
+        If it cannot, its metrics are missing, which is said in a warning.
+        """
+        if not self.every_node or trainer.num_nodes == 1:
+            return
+        run = self.experiment if trainer.is_global_zero else None
+        told = ("", "", None) if run is None else (run.id, run.project, run.entity or None)
+        run_id, project, entity = trainer.strategy.broadcast(told)
+        if trainer.node_rank == 0 or trainer.local_rank != 0 or self._of_this_node is not None:
+            return
+        import wandb
+
+        settings = self.settings_of_node(trainer.node_rank)
+        try:
+            self._of_this_node = wandb.init(
+                id=run_id, project=project, entity=entity, dir=self.save_dir, settings=settings
+            )
+        except Exception as error:
+            warnings.warn(
+                f"The system metrics of node {trainer.node_rank} are not in the W&B run: {error}", stacklevel=2
+            )
+
+    def settings_of_node(self, node: int) -> Any:
+        """The ``wandb.Settings`` with which the first process of a node writes to the run that all of them share."""
+        import wandb
+
+        own = {"mode": "shared", "x_label": f"node_{node}", "x_primary": node == 0}
+        if node:
+            own["x_update_finish_state"] = False  # the run ends when rank 0 does
+        return wandb.Settings(**{**own, **dict(self._given_settings or {})})
+
+    # ---------------------------------------------------------------- checkpoints
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
         """Takes note of a checkpoint, or makes an artifact of it."""
@@ -71,6 +123,12 @@ class PipelineWandbLogger(WandbLogger):
         if status == "success":
             for callback in self._to_log:
                 self._log_checkpoints(callback)
+
+    def leave_node(self) -> None:
+        """Ends what :meth:`watch_this_node` has begun in this process."""
+        if self._of_this_node is not None:
+            self._of_this_node.finish()
+            self._of_this_node = None
 
     def _log_checkpoints(self, callback: ModelCheckpoint) -> None:
         for path, aliases in _checkpoints_of(callback).items():

@@ -1,43 +1,41 @@
-"""Checkpoints of a pipeline: sharded folders and single files, by the names that the unsplit module has.
-
-Both formats load under any layout: another pipeline size, another data-parallel size, sharded or replicated parameters.
-A single file is what a Trainer on one device writes and reads.
-"""
+"""Checkpoints of a pipeline: sharded folders and single files, by the names that the unsplit module has."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
 from lightning_pp.checkpoint.ownership.rank_part import RankPart
-from lightning_pp.checkpoint.reading.alone import open_alone, read_alone
-from lightning_pp.checkpoint.reading.initial_weights import load_weights
-from lightning_pp.checkpoint.reading.newest_good import NewestGood, checkpoints_in, newest_good
-from lightning_pp.checkpoint.reading.open import open_checkpoint
-from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint, load_state
-from lightning_pp.checkpoint.writing.background import BackgroundSaver
-from lightning_pp.checkpoint.writing.sharded import ShardedSave, make_stager, prepare_save
-from lightning_pp.checkpoint.writing.single_file import (
-    gather_full_optimizer_state,
-    gather_full_state,
-    make_room_for_file,
-)
+
+if TYPE_CHECKING:
+    from lightning_pp.checkpoint.reading.alone import open_alone, read_alone
+    from lightning_pp.checkpoint.reading.initial_weights import load_weights
+    from lightning_pp.checkpoint.reading.newest_good import NewestGood, checkpoints_in, newest_good
+    from lightning_pp.checkpoint.reading.open import open_checkpoint
+    from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint, load_state
+    from lightning_pp.checkpoint.writing.background import BackgroundSaver
+    from lightning_pp.checkpoint.writing.sharded import ShardedSave, make_stager, prepare_save
+    from lightning_pp.checkpoint.writing.single_file import (
+        gather_full_optimizer_state,
+        gather_full_state,
+        make_room_for_file,
+    )
 
 __all__ = [
-    "BackgroundSaver",
-    "NewestGood",
-    "OpenedCheckpoint",
-    "ParameterCatalog",
-    "RankPart",
-    "ShardedSave",
-    "checkpoints_in",
-    "gather_full_optimizer_state",
-    "gather_full_state",
-    "load_state",
-    "load_weights",
-    "make_room_for_file",
-    "make_stager",
-    "newest_good",
-    "open_alone",
-    "open_checkpoint",
-    "prepare_save",
-    "read_alone",
-]
+    "BackgroundSaver", "NewestGood", "OpenedCheckpoint", "ParameterCatalog", "RankPart", "ShardedSave",
+    "checkpoints_in", "gather_full_optimizer_state", "gather_full_state", "load_state", "load_weights",
+    "make_room_for_file", "make_stager", "newest_good", "open_alone", "open_checkpoint", "prepare_save", "read_alone",
+]  # fmt: skip
+
+_ROOMS = ("reading.alone", "reading.initial_weights", "reading.newest_good", "reading.open", "writing.background",
+          "writing.sharded", "writing.single_file")  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported when it is first used: torch.distributed.checkpoint takes long to import."""
+    rooms = (import_module(f"{__name__}.{room}") for room in _ROOMS if name in __all__)
+    for room in rooms:
+        if hasattr(room, name):
+            return getattr(room, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ What the installed version lacks is told where it is used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from lightning_pp._private_names import private
 
+tree_flatten = private("torch.utils._pytree.tree_flatten")
 tree_leaves = private("torch.utils._pytree.tree_leaves")
 tree_map_only = private("torch.utils._pytree.tree_map_only")
-# the files of torch.distributed.checkpoint at URLs
-FsspecFiles: Any = private(
+# gives the class of files of torch.distributed.checkpoint at URLs, which takes long to import
+fsspec_files: Callable[[], Any] = lambda: private(  # noqa: E731
     "torch.distributed.checkpoint.fsspec_filesystem._FileSystem",  # since torch 2.15
     "torch.distributed.checkpoint._fsspec_filesystem.FileSystem",
 )

@@ -1,123 +1,122 @@
-"""From a checkpoint to files that others read, in one process."""
+"""From a checkpoint to files that others read: in one process, a tensor at a time."""
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
+import re
 import shutil
+import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from lightning_pp.checkpoint._torch_private import tree_map_only
+from lightning_pp.checkpoint._torch_private import tree_flatten, tree_map_only
 from lightning_pp.checkpoint.ownership.catalog import enumerate_names
 from lightning_pp.checkpoint.reading.alone import optimizer_states
 from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
 from lightning_pp.checkpoint.reading.opened_folder import FolderCheckpoint
 from lightning_pp.checkpoint.reading.stored_tensor import StoredTensor
 from lightning_pp.checkpoint.storage import folder
-from lightning_pp.checkpoint.storage.safetensors_file import INDEX_FILENAME
+from lightning_pp.checkpoint.storage.safetensors_file import INDEX_FILENAME, write_safetensors
 from lightning_pp.errors import CheckpointError
 
 
-class Weights:
-    """Tensors under the names that they are to be written with.
+class ToWrite(Protocol):
+    """Tensors for a file.
 
-    Args:
-        tensors: By the names to write; what is stored is read when it is written.
+    Attributes:
+        names: The names to write, of tied parameters the first.
         tied: For the further names of tied parameters, the name that is written.
         left_out: Names in the checkpoint that are not written.
-        dtype: What floating point tensors are cast to; None leaves them.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        tied: Mapping[str, str] | None = None,
-        left_out: Sequence[str] = (),
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.tensors = tensors
-        self.tied = dict(tied or {})
-        self.left_out = left_out
+    names: dict[str, str]
+    tied: dict[str, str]
+    left_out: list[str]
+
+    def specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """One of them."""
+
+
+class Weights:
+    """The tensors of a checkpoint's model under the names that they are to be written with.
+
+    Args:
+        opened: The checkpoint.
+        prefix: Only names that start with it are taken, without it.
+        dtype: What floating point tensors are cast to; None leaves them.
+
+    Attributes:
+        names: The names to write, of tied parameters the first, and the name in the checkpoint of each.
+        tied: For the further names of tied parameters, the name that is written.
+        left_out: Names in the checkpoint that are not taken.
+
+    Raises:
+        CheckpointError: No name starts with the prefix.
+    """
+
+    def __init__(self, opened: OpenedCheckpoint, prefix: str = "", dtype: torch.dtype | None = None) -> None:
+        self._tensors: Mapping[str, Any] = opened.content["state_dict"]
         self._dtype = dtype
-
-    @classmethod
-    def of_model(cls, opened: OpenedCheckpoint, prefix: str = "", dtype: torch.dtype | None = None) -> Weights:
-        """The tensors of a checkpoint's model; of tied parameters the first name is written.
-
-        Args:
-            opened: The checkpoint.
-            prefix: Only names that start with it are taken, without it.
-            dtype: As above.
-
-        Raises:
-            CheckpointError: No name starts with the prefix.
-        """
-        state: Mapping[str, Any] = opened.content["state_dict"]
-        tensors: dict[str, torch.Tensor] = {}
-        tied: dict[str, str] = {}
-        left_out: list[str] = []
+        self.names: dict[str, str] = {}
+        self.tied: dict[str, str] = {}
+        self.left_out: list[str] = []
         places: dict[Any, str] = {}
-        for name, value in state.items():
+        for name, value in self._tensors.items():
             if not name.startswith(prefix) or not isinstance(value, torch.Tensor):
-                left_out.append(name)
+                self.left_out.append(name)
                 continue
             short = name.removeprefix(prefix)
             first = places.setdefault(_place(opened, value), short)
             if first == short:
-                tensors[short] = value
+                self.names[short] = name
             else:
-                tied[short] = first
-        if not tensors:
+                self.tied[short] = first
+        if not self.names:
             raise CheckpointError(
                 f"no tensor in {opened.path} has a name that starts with {prefix!r}; there are "
-                f"{enumerate_names(list(state))}"
+                f"{enumerate_names(list(self._tensors))}"
             )
-        return cls(tensors, tied, left_out, dtype)
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype that a tensor is written in."""
-        own = self.tensors[name]
-        return self._dtype if self._dtype is not None and own.is_floating_point() else own.dtype
+    def specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what is written."""
+        return {
+            name: (tuple(self._tensors[own].shape), self._cast_to(self._tensors[own]))
+            for name, own in self.names.items()
+        }
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor, whole and cast, with memory of its own."""
-        own = self.tensors[name]
-        tensor = own.read() if isinstance(own, StoredTensor) else own.detach().clone()
-        return tensor.to(self.dtype_of(name)).contiguous()
+        """The tensor, cast."""
+        value = self._tensors[self.names[name]]
+        tensor: torch.Tensor = value.read() if isinstance(value, StoredTensor) else value
+        return tensor.detach().to(self._cast_to(tensor))
+
+    def _cast_to(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def export_safetensors_file(weights: Weights, target: Path, *, overwrite: bool = False) -> None:
+def export_safetensors_file(weights: ToWrite, target: Path, *, overwrite: bool = False) -> None:
     """Write one safetensors file; further names of tied parameters are noted in its header.
 
     Raises:
-        CheckpointError: The target exists, or the format cannot hold a tensor.
+        CheckpointError: The target exists.
     """
     with _new(target, overwrite) as staged:
-        _write_file(weights, list(weights.tensors), staged)
-
-
-def _write_file(weights: Weights, names: Sequence[str], file: Path) -> None:
-    """Some of the tensors, all of which are in memory then."""
-    metadata = {"format": "pt"} | {alias: first for alias, first in weights.tied.items() if first in names}
-    try:
-        save_file({name: weights.read(name) for name in names}, file, metadata)
-    except (KeyError, SafetensorError) as error:
-        raise CheckpointError(f"safetensors files cannot hold these tensors ({error}); give --dtype") from error
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
+        write_safetensors(staged, weights.specs(), weights.read, {"format": "pt", **weights.tied})
 
 
 def export_safetensors_folder(
-    weights: Weights,
+    weights: ToWrite,
     target: Path,
     *,
     stem: str = "model",
@@ -136,9 +135,10 @@ def export_safetensors_folder(
         also: Writes more into the folder, such as the model's configuration.
 
     Raises:
-        CheckpointError: The target exists, or the format cannot hold a tensor.
+        CheckpointError: The target exists.
     """
-    sizes = {name: own.numel() * weights.dtype_of(name).itemsize for name, own in weights.tensors.items()}
+    specs = weights.specs()
+    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in specs.items()}
     shards: list[list[str]] = [[]]
     for name, size in sizes.items():
         if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > max_shard_bytes:
@@ -149,7 +149,9 @@ def export_safetensors_folder(
         files = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         files = files if len(shards) > 1 else [f"{stem}.safetensors"]
         for file, names in zip(files, shards, strict=True):
-            _write_file(weights, names, staged / file)
+            metadata = {alias: first for alias, first in weights.tied.items() if first in names}
+            own = {name: specs[name] for name in names}
+            write_safetensors(staged / file, own, weights.read, {"format": "pt", **metadata})
         if len(shards) > 1:
             index = {
                 "metadata": {"total_size": sum(sizes.values())},
@@ -164,7 +166,7 @@ def export_ckpt(
 ) -> None:
     """Write the single file that a Trainer on one device resumes from.
 
-    All tensors are in memory.
+    The file is laid out first, with room for the tensors; then they are copied into it one by one.
 
     Args:
         opened: The checkpoint.
@@ -177,7 +179,7 @@ def export_ckpt(
         CheckpointError: The target exists.
     """
     content = {key: value for key, value in opened.content.items() if key != "optimizer_states"}
-    tensors = {name: weights.read(name) for name in weights.tensors}
+    tensors = {name: _Cast(weights, name) for name in weights.names}
     content["state_dict"] = OrderedDict(
         (name, tensors[weights.tied.get(name, name)] if isinstance(value, torch.Tensor) else value)
         for name, value in opened.content["state_dict"].items()
@@ -188,7 +190,48 @@ def export_ckpt(
         for key in ("lr_schedulers", "callbacks"):
             content.pop(key, None)
     with _new(target, overwrite) as staged:
-        torch.save(tree_map_only(StoredTensor, lambda stored: stored.read(), content), staged)
+        _save_streaming(content, staged)
+
+
+class _Cast:
+    """A tensor of the model in what is about to be saved; the same object where names are tied."""
+
+    def __init__(self, weights: Weights, name: str) -> None:
+        self.shape, self.dtype = weights.specs()[name]
+        self.read = lambda: weights.read(name)
+
+
+def _save_streaming(content: dict[str, Any], file: Path) -> None:
+    """``torch.save`` of a nest with tensors that are read while they are written."""
+    leaves, _ = tree_flatten(content)
+    sources = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, _Cast))]
+    room: dict[int, torch.Tensor] = {}
+    for each in sources:  # not touched, so no memory is behind it
+        room.setdefault(id(each), torch.empty(tuple(each.shape), dtype=each.dtype))
+    layout = tree_map_only((torch.Tensor, _Cast), lambda source: room[id(source)], content)
+    with torch.serialization.skip_data():
+        torch.save(layout, file)
+    num_records = sum(bool(re.search(r"/data/\d+$", name)) for name in zipfile.ZipFile(file).namelist())
+    if num_records != len(room):
+        # an object that is no container has tensors inside, whose place is not known: this needs the memory
+        everything = {id(source): _read(source) for source in sources}
+        torch.save(tree_map_only((torch.Tensor, _Cast), lambda source: everything[id(source)], content), file)
+        return
+    room.clear()
+    del layout
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        written = torch.load(file, mmap=True, weights_only=False)
+    targets = [leaf for leaf in tree_flatten(written)[0] if isinstance(leaf, torch.Tensor)]
+    done: set[int] = set()
+    for source, target in zip(sources, targets, strict=True):
+        if id(source) not in done:
+            done.add(id(source))
+            target.copy_(_read(source))
+
+
+def _read(source: Any) -> torch.Tensor:
+    tensor: torch.Tensor = source.read() if isinstance(source, (StoredTensor, _Cast)) else source
+    return tensor
 
 
 def _place(opened: OpenedCheckpoint, value: torch.Tensor) -> Any:
@@ -212,11 +255,18 @@ def _new(target: Path, overwrite: bool) -> Iterator[Path]:
         raise CheckpointError(f"{target} exists; give another target, or --overwrite to replace it")
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = folder.staging_path(target)
-    folder.remove(staged)
+    _remove(staged)
     try:
         yield staged
         if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target)
         staged.replace(target)
     finally:
-        folder.remove(staged)
+        _remove(staged)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -169,6 +169,7 @@ ByteGPTConf = conf_of("lightning_pp.recipes.byte_gpt.ByteGPT")
 CausalLMConf = conf_of("lightning_pp.recipes.causal_lm.CausalLM", _CONFIG)
 Seq2SeqLMConf = conf_of("lightning_pp.recipes.seq2seq.Seq2SeqLM", _CONFIG)
 ImageClassifierConf = conf_of("lightning_pp.recipes.images.ImageClassifier", _CONFIG)
+TwoTowerConf = conf_of("lightning_pp.recipes.two_tower.TwoTower")
 
 
 @dataclass
@@ -249,6 +250,7 @@ class WandbConf:
         prefix: Prefix of every metric's name.
         log_model: Checkpoints as artifacts: true at the end of a fit, ``all`` as soon as each is written.
         log_model_as: ``files`` uploads a copy, ``reference`` only the location.
+        every_node: Whether to record the system metrics of all nodes; needs ``offline: false``.
     """
 
     _target_: str = "lightning_pp.PipelineWandbLogger"
@@ -267,6 +269,7 @@ class WandbConf:
     prefix: str = ""
     log_model: Any = False
     log_model_as: str = "files"
+    every_node: bool = False
 
 
 @dataclass
@@ -326,6 +329,7 @@ class CheckpointConf:
 
 PipelineMonitorConf = conf_of("lightning_pp.PipelineMonitor")
 PipelineProfilerConf = conf_of("lightning_pp.PipelineProfiler")
+MemorySnapshotsConf = conf_of("lightning_pp.MemorySnapshots")
 PredictionWriterConf = conf_of("lightning_pp.callbacks.PredictionWriter")
 
 
@@ -443,6 +447,7 @@ _GROUPS: dict[str, dict[str, type[Any]]] = {
         "causal_lm": CausalLMConf,
         "seq2seq": Seq2SeqLMConf,
         "image_classifier": ImageClassifierConf,
+        "two_tower": TwoTowerConf,
     },
     "optimizer": {"adamw": AdamWConf, "sgd": SGDConf, "adafactor": AdafactorConf},
     "data": {
@@ -458,6 +463,7 @@ _GROUPS: dict[str, dict[str, type[Any]]] = {
         "prediction_writer": PredictionWriterConf,
         "pipeline_monitor": PipelineMonitorConf,
         "pipeline_profiler": PipelineProfilerConf,
+        "memory_snapshots": MemorySnapshotsConf,
     },
 }
 

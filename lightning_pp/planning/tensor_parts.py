@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_pp.planning.alike_units import Again, AlikeUnits
 from lightning_pp.split.data.tree import map_leaves, own_containers
@@ -23,7 +23,7 @@ from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.head.parts import HeadPart, is_head
 from lightning_pp.split.record.step_record import StepRecord
-from lightning_pp.tensor import Plan, PlannedGroup, TensorParallelUnits, tied_along_vocabulary
+from lightning_pp.tensor import Plan, PlannedGroup, TensorParallelUnits, tied_along_vocabulary, without_data
 
 Call = tuple[str, tuple[Any, Any]]
 """The name of a unit with its arguments, without data."""
@@ -122,7 +122,7 @@ def arguments_noted(units: Mapping[str, nn.Module], calls: list[Call]) -> Iterat
     finally:
         for hook in hooks:
             hook.remove()
-        calls[:] = [(name, map_leaves(_without_data, given)) for name, given in calls]
+        calls[:] = [(name, map_leaves(without_data, given)) for name, given in calls]
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,7 @@ def cut_on_parts(
     cuts.group.tell = watch.note
     with found.running_on_parts():
         on_parts = replace(alike.filled(record, alike.recorded(again, cut)), num_tensor_ranks=ranks.size)
+    cuts.group.tell = lambda *_: None  # graphs on fakes hold the group where no collector sees what it holds
     cut.names = {name: cut.parameter(name) for name in cut.names}  # which does not keep the parameters themselves
     num_parameters = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
     for name in num_parameters:
@@ -263,7 +264,3 @@ class _TrafficWatch:
                     third = third.plus(sent)
             found[call.unit] = first, second, inside, third
         return found
-
-
-def _without_data(leaf: Any) -> Any:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf

@@ -115,6 +115,7 @@ make_wrapper: Callable[..., Any] = private("torch.Tensor._make_wrapper_subclass"
 current_function_mode: Callable[[], Any] = private("torch.overrides._get_current_function_mode")
 _pop_function_mode: Any = private("torch.overrides._pop_mode_temporarily")
 _dispatch_keys: Any = private("torch._C._dispatch_keys")
+_DEVICE = torch.ops.prim.device.default
 _are_forward_derivatives_on: Callable[[], bool] = private("torch._C._is_fwd_grad_enabled")
 
 
@@ -222,6 +223,8 @@ class OperationsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operation."""
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # torch asks for it several times in each operation
+            return args[0].fake_device
         if any(kind.__module__.startswith("torchao.") for kind in types):  # what such tensors are made of comes by here
             return NotImplemented
         return self.run(func if isinstance(func, OpOverload) else OpaqueOperation(func), args, kwargs or {})

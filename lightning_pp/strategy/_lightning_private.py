@@ -291,19 +291,32 @@ def results_of(module: pl.LightningModule) -> ResultCollection | None:
     return None if module._trainer is None else module._trainer._results
 
 
-@uses("lightning.pytorch.LightningModule._current_fx_name")
-@contextmanager
-def logging_from(module: pl.LightningModule, hook: str) -> Iterator[None]:
-    """Within, ``module.log`` takes its caller for ``hook``."""
-    with _kept(module, "_current_fx_name"):
-        module._current_fx_name = hook
-        yield
+@uses("lightning.pytorch.Trainer._logger_connector", f"{_RESULTS}._ResultCollection.update_metrics")
+def log_resolved(
+    trainer: pl.Trainer,
+    results: ResultCollection,
+    hook: str,
+    name: str,
+    value: Tensor | Metric,
+    batch_size: Any,
+    options: dict[str, Any],
+) -> None:
+    """The end of ``module.log``, for a call that it has checked, with the ``options`` that it found; syncs nothing.
 
-
-@uses("lightning.pytorch.LightningModule._metric_attributes")
-def names_of_metrics_kept(module: pl.LightningModule) -> AbstractContextManager[None]:
-    """Afterwards ``module.log`` looks for metrics as before; it searches the module for them once."""
-    return _kept(module, "_metric_attributes")
+    A number that was logged with equal options before goes straight into its sum: ``results.log`` would take apart all
+    that holds the sum, to move it to the device where it is.
+    """
+    connector = trainer._logger_connector
+    if connector.should_reset_tensors(hook):  # in the first batch of an epoch
+        results.reset(metrics=False, fx=hook)
+    is_numbered = options["add_dataloader_idx"] and results.dataloader_idx is not None
+    key = f"{hook}.{name}" + (f".{results.dataloader_idx}" if is_numbered else "")
+    if key in results and results[key].is_tensor and vars(results[key]).get("_options") == options:
+        results.update_metrics(key, value, batch_size)
+    else:
+        results.log(hook, name, value, batch_size=batch_size, sync_dist=True, sync_dist_fn=NO_SYNC, **options)
+        vars(results[key])["_options"] = options
+    connector._current_fx = hook
 
 
 @uses(
@@ -313,6 +326,15 @@ def names_of_metrics_kept(module: pl.LightningModule) -> AbstractContextManager[
 def hook_that_logs_kept(trainer: pl.Trainer) -> AbstractContextManager[None]:
     """Afterwards the trainer takes the hook that logged last for the one that it was before."""
     return _kept(trainer._logger_connector, "_current_fx")
+
+
+@uses(*(f"lightning.pytorch.LightningModule.{name}" for name in ("_current_fx_name", "_metric_attributes")))
+@contextmanager
+def logging_from(module: pl.LightningModule, hook: str) -> Iterator[None]:
+    """Within, ``module.log`` takes its caller for ``hook``; afterwards nothing shows of its calls but their results."""
+    with _kept(module, "_current_fx_name"), _kept(module, "_metric_attributes"), hook_that_logs_kept(module.trainer):
+        module._current_fx_name = hook
+        yield
 
 
 # ---------------------------------------------------------------- callbacks

@@ -37,7 +37,7 @@ def use_all_queues(device: torch.device) -> None:
 
 
 def advise_pinned_memory(batch: Any, device: torch.device) -> None:
-    """Tells if ``batch``, as its loader gives it, lies where CUDA cannot copy it from beside other work."""
+    """Tells if ``batch``, as its loader yields it, lies where CUDA cannot copy it from beside other work."""
     if device.type == "cuda" and any(not (tensor.is_cuda or tensor.is_pinned()) for tensor in tensors_of(batch)):
         rank_zero_warn(
             "Batches are not in pinned memory. Copying one to the device may wait for all work queued there, and the "

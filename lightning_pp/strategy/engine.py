@@ -41,7 +41,6 @@ from lightning_pp.strategy.step.dry_steps import recorded_step
 from lightning_pp.strategy.step.frozen import FrozenParameters
 from lightning_pp.strategy.step.outside_steps import OutsideSteps
 from lightning_pp.strategy.surroundings import Surroundings
-from lightning_pp.telemetry import StepPrediction
 from lightning_pp.telemetry.diagnosis.evidence import PlanFacts
 
 
@@ -117,6 +116,7 @@ class PipelineEngine:
             step_dtypes(self._precision),
         )
         self._programs.sharding = self.gradients.sharding
+        self.prediction_of, self.gradient_squares = programs.prediction_of, self.gradients.squares
         self._frozen = FrozenParameters(self.module, fake_parameters)
         self._comparison = BatchComparison(self.module, self.groups, self.sizes, self._frozen, self.mesh.get_rank())
         self._outside_steps = OutsideSteps(self.module, fake_parameters.mode)
@@ -241,14 +241,6 @@ class PipelineEngine:
     def predictions(self) -> list[Prediction]:
         """The schedule that is run, and those in whose place it is, by the costs that it was chosen by."""
         return self._programs.predictions(self._model.num_microbatches)
-
-    def prediction_of(self, schedule: Schedule) -> StepPrediction:
-        """What the costs by which schedules are chosen say of a step of ``schedule``."""
-        return self._programs.prediction_of(schedule)
-
-    def gradient_squares(self) -> list[float]:
-        """As :meth:`StageGradients.squares`."""
-        return self.gradients.squares()
 
     # ---------------------------------------------------------------- batches
 

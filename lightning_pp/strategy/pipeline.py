@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -22,7 +22,6 @@ from lightning_pp.strategy._lightning_private import (
 from lightning_pp.strategy.checkpoints.averaging import average_own_part
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
 from lightning_pp.strategy.checkpoints.rank_part import rank_part
-from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.faults.ends import warn_of_nothing_trained
 from lightning_pp.strategy.lightning.callbacks import adapt_callbacks
 from lightning_pp.strategy.lightning.loggers import warn_of_folders_left_out
@@ -38,10 +37,13 @@ from lightning_pp.strategy.parameters.optimizers import (
 )
 from lightning_pp.strategy.parameters.tensor_units import refuse_distributed
 from lightning_pp.strategy.parameters.whole_module import make_whole
-from lightning_pp.strategy.setup import PipelineSetup
 from lightning_pp.strategy.step.data import first_batch
 from lightning_pp.strategy.step.outside_steps import refuse_missing_name
 from lightning_pp.strategy.surroundings import Surroundings
+
+if TYPE_CHECKING:
+    from lightning_pp.strategy.engine import PipelineEngine
+    from lightning_pp.strategy.setup import PipelineSetup
 
 _STEPS = {
     TrainerFn.FITTING: "training_step",
@@ -149,10 +151,13 @@ class HeldPipeline:
         for loop in (*evaluations, trainer.fit_loop.epoch_loop.val_loop):
             loop.inference_mode = False  # FSDP2's tensors and views of received ones must stay usable
         if self._strategy.sizes.data_parallel == 1:
-            # with one replica the user's own sampler gives the order that one device would see
+            # with one replica the user's own sampler has the order that one device would see
             leave_samplers_alone(trainer)
 
     def _build(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        from lightning_pp.strategy.engine import PipelineEngine  # here, for they take long to import
+        from lightning_pp.strategy.setup import PipelineSetup
+
         strategy = self._strategy
         strategy.model = strategy.precision_plugin.convert_module(module)
         surroundings = Surroundings(

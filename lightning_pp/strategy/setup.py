@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -36,6 +36,7 @@ from lightning_pp.strategy.autotune.profiling import TunedPrograms
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.whole_batch import ending_with_batch
 from lightning_pp.strategy.connection import Connection
+from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.parameters.device_speed import flops_per_byte_of
 from lightning_pp.strategy.parameters.precision import step_dtypes
 from lightning_pp.strategy.parameters.tensor_units import tensor_parallel_units
@@ -46,19 +47,6 @@ from lightning_pp.strategy.surroundings import Surroundings
 
 LOADING_DEVICES = {"cuda"}
 """Devices that load kernels when they are first used, and wait for all of their work then."""
-
-
-class AllRanks(Protocol):
-    """What ranks decide together before there is a pipeline; a strategy does it."""
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Rank 0's argument, on every rank."""
-
-    def all_or_none(self, work: Callable[[], Any]) -> Any:
-        """What the user's code, ``work``, returns; if it raises on one rank, every rank raises."""
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether the argument is true on every rank."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +79,13 @@ class PipelineSetup:
 
     Args:
         surroundings: Where the pipeline is to run.
-        ranks: What all ranks decide together.
+        ranks: The strategy, by which all ranks decide together.
 
     Attributes:
         connection: Joins the ranks.
     """
 
-    def __init__(self, surroundings: Surroundings, ranks: AllRanks) -> None:
+    def __init__(self, surroundings: Surroundings, ranks: MeshStrategy) -> None:
         self.connection = Connection(surroundings.mesh, surroundings.sizes, surroundings.device, surroundings.timeout)
         self._given = surroundings
         self._ranks = ranks
@@ -124,7 +112,7 @@ class PipelineSetup:
         Args:
             batch: A whole batch on the device.
             step: Name of the module's step.
-            beforehand: Around the dry run; gives the user's optimizer over the whole module, to ask it for what it
+            beforehand: Around the dry run; yields the user's optimizer over the whole module, to ask it for what it
                 keeps of a parameter. It must not outlive the context, for it holds all parameters.
             has_several_loaders: Whether the step is told which of several loaders a batch is from.
         """
@@ -185,7 +173,7 @@ class PipelineSetup:
     def _recorded_by_all(
         self, record: Callable[[], RecordedModel], step: str, beforehand: AbstractContextManager[Optimizer | None]
     ) -> RecordedModel:
-        """What ``record`` gives, once it is known that it did the same on every rank; otherwise every rank raises."""
+        """What ``record`` returns, once it is known that it did the same on every rank; otherwise every rank raises."""
 
         def look() -> RecordedModel:
             with beforehand as optimizer, LongTask(f"The dry run of {step}", rank_zero_info):

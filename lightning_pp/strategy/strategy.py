@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -14,7 +15,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_pp.checkpoint import read_alone
+import lightning_pp.checkpoint as stored
 from lightning_pp.checkpoint.storage.folder import checkpoint_at
 from lightning_pp.checkpoint.storage.location import is_folder
 from lightning_pp.errors import ConfigurationError
@@ -23,7 +24,6 @@ from lightning_pp.strategy._lightning_private import accumulates, trainer_of
 from lightning_pp.strategy.checkpoints.averaging import leave_averages_to_strategy
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
 from lightning_pp.strategy.checkpoints.last import LastCheckpoints, find_last_at_urls
-from lightning_pp.strategy.engine import PipelineEngine
 from lightning_pp.strategy.faults.run_watch import RunWatch
 from lightning_pp.strategy.faults.unequal_data import ShortestLoader
 from lightning_pp.strategy.lightning.launcher import RunLauncher
@@ -34,6 +34,9 @@ from lightning_pp.strategy.parameters.precision import agree_on_scale
 from lightning_pp.strategy.pipeline import HeldPipeline
 from lightning_pp.strategy.step.data import has_no_batches, seed_workers_by
 from lightning_pp.strategy.step.refusals import refuse_unsupported
+
+if TYPE_CHECKING:
+    from lightning_pp.strategy.engine import PipelineEngine
 
 
 class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring stands with the options
@@ -147,6 +150,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
     @with_stages
     def setup_environment(self) -> None:
         """Joins the process group; callbacks that would copy the whole module are told not to."""
+        import_module("lightning_pp.strategy.engine")  # while the processes start that this one has launched
         super().setup_environment()
         self._watch.start()
         leave_averages_to_strategy(self._trainer)
@@ -280,7 +284,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         if not self.is_plain:
             return self._checkpoints.open(checkpoint_path, weights_only)
         if is_folder(location := checkpoint_at(checkpoint_path)):
-            return read_alone(location, weights_only)
+            return stored.read_alone(location, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     @with_stages

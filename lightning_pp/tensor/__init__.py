@@ -17,7 +17,7 @@ from lightning_pp.tensor.compiling import PartsBackend
 from lightning_pp.tensor.functions import PlannedGroup
 from lightning_pp.tensor.parts import TensorPart, part_of, whole_of
 from lightning_pp.tensor.plans import Plan, check_sizes, tied_along_vocabulary
-from lightning_pp.tensor.units import CutForward, TensorParallelUnits
+from lightning_pp.tensor.units import CutForward, TensorParallelUnits, without_data
 
 __all__ = [
     "CutForward",
@@ -30,4 +30,5 @@ __all__ = [
     "part_of",
     "tied_along_vocabulary",
     "whole_of",
+    "without_data",
 ]

@@ -10,6 +10,7 @@ so.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -164,7 +165,7 @@ class PartsBackend:
 
     def __init__(self, backend: Callable[[fx.GraphModule, list[Any]], _Graph]) -> None:
         self.backend = backend
-        self.region: Region | None = None
+        self.region: Callable[[], Region | None] = lambda: None
         self.num_calls = 0
         self.reasons: dict[str, str] = {}
 
@@ -176,7 +177,7 @@ class PartsBackend:
         """``forward``, compiled with options of ``torch.compile`` for ``capture``."""
         if forward.is_head or capture.get("disable"):
             return forward
-        self.region = forward.region
+        self.region = weakref.ref(forward.region)  # torch keeps backends for ever
         return _CompiledForward(forward, self, {**capture, "fullgraph": True})
 
 
@@ -197,9 +198,10 @@ class _PartsGraph:
         if key not in self._graphs:
             if len(self._graphs) == _MOST_GRAPHS:
                 raise SplitError(f"inputs had more than {_MOST_GRAPHS} sizes, each of which is compiled by itself")
-            assert self._owner.region is not None
+            region = self._owner.region()
+            assert region is not None
             with saved_tensors_hooks(lambda each: each, lambda each: each):  # checkpoint() would count what is traced
-                self._graphs[key] = self._owner.backend(on_parts(self._module, args, self._owner.region), tensors)
+                self._graphs[key] = self._owner.backend(on_parts(self._module, args, region), tensors)
         self._owner.num_calls += 1
         return self._graphs[key](*tensors)
 

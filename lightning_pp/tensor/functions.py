@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ class RecordedGroup:
         self.size, self.rank, self.record = group.size, group.rank, record
 
 
-GROUPS: dict[str, dist.ProcessGroup] = {}
+GROUPS: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 """Groups by name, for compiled code."""
 
 
@@ -114,8 +115,8 @@ _SCHEMA = "(Tensor tensor, str how, int dim, int[] segments, str group) -> Tenso
 
 @torch.library.custom_op(_NAME, mutates_args=(), schema=_SCHEMA)
 def _move_compiled(tensor: Tensor, how: str, dim: int, segments: Sequence[int], group: str) -> Tensor:
-    """The operation that compiled code has for a move."""
-    return _MOVES[how](tensor, dim, segments, GROUPS[group]).contiguous()
+    """The operation that compiled code has for a move. In a backward, weight gradients of later units run beside it."""
+    return _MOVES[how](tensor, dim, segments, GROUPS[group], aside).contiguous()
 
 
 @_move_compiled.register_fake

@@ -91,11 +91,7 @@ class TensorParallelUnits:
         one. A dict plan needs it for projections of query, key and value in one.
         """
         if unit not in self._calls:
-            self._calls[unit] = map_leaves(
-                # not "like" one, which may be fake
-                lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if _is_tensor(leaf) else leaf,
-                (tuple(args), dict(kwargs)),
-            )
+            self._calls[unit] = map_leaves(without_data, (tuple(args), dict(kwargs)))
 
     def shard(self) -> None:
         """Replaces parameters by this rank's parts, and has units run on them: :meth:`plan`, and :meth:`cut` for each.
@@ -130,7 +126,7 @@ class TensorParallelUnits:
         names = dict(self._module.named_parameters(remove_duplicate=False))
         known_parts = {names[name]: part for name, part in self.parts.items()}
         self.parts |= {name: known_parts[each] for name, each in names.items() if each in known_parts}
-        self._shared = set()  # which would keep parameters of other ranks
+        self._shared, self._calls = set(), {}  # which would keep parameters of other ranks, and a dry run
 
     def cut(self, name: str) -> None:
         """Replaces parameters of one unit by this rank's parts, and has it run on them.
@@ -344,6 +340,11 @@ class CutForward:
         for name in self.parts:
             by_pattern.setdefault(self._patterns.get(name, "auto"), []).append(name)
         return "; ".join(f"{pattern!r} cuts {', '.join(names)}" for pattern, names in by_pattern.items()) + "."
+
+
+def without_data(leaf: Any) -> Any:
+    """A tensor of the same shape and dtype on the meta device; not "like" ``leaf``, which may be fake."""
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _is_tensor(value: object) -> bool:

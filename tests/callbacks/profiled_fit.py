@@ -9,9 +9,10 @@ from typing import Any
 
 import lightning.pytorch as L
 from monitored_fit import loader
+from pipelined_fit import trainer
 from small_models import TokenModel
 
-from lightning_pp import PipelineParallelStrategy, PipelineProfiler
+from lightning_pp import MemorySnapshots, PipelineParallelStrategy, PipelineProfiler
 
 
 class Labels(L.Callback):
@@ -37,22 +38,12 @@ class Fails(L.Callback):
 
 def _fit(callbacks: list[L.Callback], **options: Any) -> str | None:
     """Trains on two ranks; what it raised, if it did."""
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=PipelineParallelStrategy(2, 1, num_microbatches=2, schedule="zb_h1", check_first_batches=False),
-        max_epochs=1,
-        logger=False,
-        callbacks=callbacks,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    strategy = PipelineParallelStrategy(2, 1, num_microbatches=2, schedule="zb_h1", check_first_batches=False)
+    run = trainer(2, strategy, callbacks=callbacks, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            trainer.fit(TokenModel(), loader())
+            run.fit(TokenModel(), loader())
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return None
@@ -75,8 +66,10 @@ def fit_profiled_until_it_fails(folder: str) -> list[str | None]:
 def fit_refused(folder: str) -> list[str | None]:
     """What cannot be profiled."""
     makers: list[Callable[[], tuple[L.Callback, dict[str, Any]]]] = [
+        lambda: (PipelineProfiler(nvtx=True, dirpath=folder), {}),
         lambda: (PipelineProfiler(ranks=[0, 2], dirpath=folder), {}),
         lambda: (PipelineProfiler(dirpath=folder), {"profiler": "pytorch"}),
+        lambda: (MemorySnapshots(dirpath=folder), {}),
     ]
     found = []
     for make in makers:

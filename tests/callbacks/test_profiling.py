@@ -12,15 +12,20 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
+import torch
 from monitored_fit import loader
+from pipelined_fit import trainer
 from pool import WorkerPool
 from profiled_fit import fit_profiled, fit_profiled_until_it_fails, fit_refused
 from small_models import TokenModel
 
-from lightning_pp import PipelineProfiler
+from lightning_pp import MemorySnapshots, PipelineProfiler
+from lightning_pp.callbacks.profiling.memory_snapshots import ran_out_of_memory
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import build_schedule
 from lightning_pp.strategy.faults.flight_recorder import record_nccl
+
+NVTX = r"nvtx=True.*computes on cpu.*Leave nvtx out"
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
@@ -60,24 +65,17 @@ def test_after_an_error_nothing_is_written_and_the_profiler_is_free(pool: Worker
 
 
 def test_what_cannot_be_profiled_is_refused_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
-    for ranks, beside in pool.run(fit_refused, str(tmp_path), world_size=2, timeout=120):
+    for nvtx, ranks, beside, memory in pool.run(fit_refused, str(tmp_path), world_size=2, timeout=120):
+        assert re.search(NVTX, nvtx)
         assert re.search(r"ranks=\[0, 2\]\) names process 2, and the run has 2", ranks)
         assert re.search(r"Trainer\(profiler='pytorch'\).*Leave out one of them", beside)
+        assert re.search(r"MemorySnapshots.*computes on cpu. Leave the callback out", memory)
     assert not list(tmp_path.iterdir())
 
 
 def test_without_a_pipeline_there_are_traces_too(tmp_path: Path) -> None:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=3,
-        logger=False,
-        callbacks=[PipelineProfiler(wait=0, warmup=1, active=1, dirpath=tmp_path)],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(TokenModel(), loader())
+    profiler = PipelineProfiler(wait=0, warmup=1, active=1, dirpath=tmp_path)
+    trainer(1, "auto", max_steps=3, callbacks=[profiler]).fit(TokenModel(), loader())
     (path,) = tmp_path.iterdir()
     assert any(event.get("name") == "aten::addmm" for event in events_of(path))
 
@@ -94,6 +92,47 @@ def test_without_a_pipeline_there_are_traces_too(tmp_path: Path) -> None:
 def test_impossible_windows_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         PipelineProfiler(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"every_n_steps": 0}, "every_n_steps=0"), ({"max_entries": 0}, "max_entries=0"), ({"ranks": [-1]}, r"\[-1\]")],
+)
+def test_impossible_snapshots_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        MemorySnapshots(**options)
+
+
+def test_memory_that_ran_out_is_known_by_what_an_error_came_of() -> None:
+    assert ran_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    error = RuntimeError("stage 1 failed")
+    error.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
+    assert ran_out_of_memory(error)
+    assert not ran_out_of_memory(RuntimeError("out of memory"))
+
+
+@pytest.mark.gpu
+def test_snapshots_are_written_every_so_often_and_when_memory_runs_out(tmp_path: Path) -> None:
+    class Hungry(TokenModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 3:
+                torch.empty(1 << 50, device=self.device)
+            return super().training_step(batch, batch_idx)
+
+    run = L.Trainer(
+        accelerator="gpu",
+        devices=1,
+        logger=False,
+        callbacks=[MemorySnapshots(every_n_steps=2, dirpath=tmp_path)],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        run.fit(Hungry(), loader())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "rank0000.000002.pickle",
+        "rank0000.out_of_memory.pickle",
+    ]
 
 
 def test_the_flight_recorder_is_set_for_nccl_and_keeps_what_is_set(

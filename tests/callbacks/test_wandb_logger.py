@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import wandb
 from hydra.utils import instantiate
@@ -104,3 +105,32 @@ def test_wrong_arguments_are_told() -> None:
         PipelineWandbLogger(log_model="last")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="log_model_as='link' must be 'files' or 'reference'"):
         PipelineWandbLogger(log_model_as="link")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="every_node=True needs offline=False"):
+        PipelineWandbLogger(offline=True, every_node=True)
+
+
+def test_processes_of_all_nodes_join_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(wandb, "init", lambda **arguments: asked.append(arguments))
+    logger = PipelineWandbLogger(every_node=True, project="nodes", settings={"x_stats_sampling_interval": 5.0})
+    settings = logger.settings_of_node(0)
+    assert settings.mode == "shared" and settings.x_primary and settings.x_label == "node_0"
+    assert settings.x_stats_sampling_interval == 5.0
+
+    class OtherNode:
+        """A trainer's first process on the third of four nodes, where rank 0 has told of its run."""
+
+        num_nodes, node_rank, local_rank, is_global_zero = 4, 2, 0, False
+        strategy = L.strategies.SingleDeviceStrategy()
+
+    monkeypatch.setattr(OtherNode.strategy, "broadcast", lambda told: ("abc", "nodes", None))
+    logger.watch_this_node(OtherNode())  # type: ignore[arg-type]
+    (arguments,) = asked
+    joined = arguments.pop("settings")
+    assert {name: arguments[name] for name in ("id", "project", "entity")} == {
+        "id": "abc",
+        "project": "nodes",
+        "entity": None,
+    }
+    assert joined.mode == "shared" and not joined.x_primary and joined.x_label == "node_2"
+    assert not joined.x_update_finish_state  # the run is over when rank 0 says so

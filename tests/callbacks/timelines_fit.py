@@ -11,6 +11,7 @@ import lightning.pytorch as L
 import torch.distributed as dist
 from lightning.pytorch.loggers import TensorBoardLogger
 from monitored_fit import loader
+from pipelined_fit import trainer
 from small_models import TokenModel
 
 from lightning_pp import PipelineMonitor, PipelineParallelStrategy
@@ -63,22 +64,12 @@ def fit_with_timelines(folder: str, logs: bool, every_n_steps: int = 4) -> list[
     )
     slow = SlowAction()
     pages = KeptPages(Path(folder, "board", "run", "timelines") / "timeline.html")
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size() if dist.is_initialized() else 2,
-        strategy=PipelineParallelStrategy(2, 1, num_microbatches=4, schedule="zb_h1", check_first_batches=False),
-        max_epochs=1,
-        logger=logger,
-        callbacks=[slow, monitor, pages],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=2,
-    )
+    strategy = PipelineParallelStrategy(2, 1, num_microbatches=4, schedule="zb_h1", check_first_batches=False)
+    run = trainer(2, strategy, logger=logger, callbacks=[slow, monitor, pages], log_every_n_steps=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            trainer.fit(TokenModel(), loader())
+            run.fit(TokenModel(), loader())
         finally:
             slow.undo()
     return [str(warning.message) for warning in caught]

@@ -88,18 +88,11 @@ def test_every_layout_saves_the_same(pool: WorkerPool, tmp_path: Path, layout: t
     assert shared == tied
 
 
-def test_replicated_parameters_over_data_parallel_ranks(pool: WorkerPool, tmp_path: Path) -> None:
-    """Plain tensors on every data-parallel rank are saved once, and load into shards."""
-    arguments: dict[str, Any] = {"world_size": 4, "process_group": True}
-    pool.run(train_and_save, tmp_path / "a", (2, 2), [0], sharded=False, **arguments)
-    wholes = pool.run(train_and_save, tmp_path / "a", (2, 2), [1], resume=True, **arguments)
-    assert not differences(wholes[0], one_device([0, 1]))
-
-
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicated"])
 def test_nothing_is_saved_twice(pool: WorkerPool, tmp_path: Path, sharded: bool) -> None:
-    """Replicas, tied names and parameters of two stages share bytes, and the ranks share the work."""
-    pool.run(train_and_save, tmp_path / "a", (2, 2), [0], sharded=sharded, world_size=4, process_group=True)
+    """Replicas, tied names and parameters of two stages share bytes, and the ranks share the work; shards load it."""
+    arguments: dict[str, Any] = {"world_size": 4, "process_group": True}
+    pool.run(train_and_save, tmp_path / "a", (2, 2), [0], sharded=sharded, **arguments)
     table = FileSystemReader(tmp_path / "a").read_metadata()
     stored = {(item.relative_path, item.offset): item.length for item in table.storage_data.values()}
     files = {file.name: file.stat().st_size for file in (tmp_path / "a").glob("*.distcp")}
@@ -115,18 +108,21 @@ def test_nothing_is_saved_twice(pool: WorkerPool, tmp_path: Path, sharded: bool)
     assert chunks == {"head.weight": 2 if sharded else 1, "temperature": 1}
     assert "optimizer_0.state.embedding.weight.exp_avg" in places
     assert not [key for key in places if key.startswith("optimizer_0.state.head.weight")]
+    wholes = pool.run(train_and_save, tmp_path / "a", (2, 2), [1], resume=True, **arguments)
+    assert not differences(wholes[0], one_device([0, 1]))
 
 
-def test_hybrid_sharding(pool: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize("single_file", [False, True], ids=["sharded", "single_file"])
+def test_hybrid_sharding(pool: WorkerPool, tmp_path: Path, single_file: bool) -> None:
     """Parameters that are replicated over one axis of data parallelism and sharded over another."""
-    arguments: dict[str, Any] = {"world_size": 4, "process_group": True}
-    for single_file in (False, True):
-        path = tmp_path / f"{single_file}"
-        pool.run(train_and_save, path, (1, 2, 2), [0], single_file=single_file, **arguments)
-        wholes = pool.run(train_and_save, path, (1, 2, 2), [1], resume=True, single_file=single_file, **arguments)
-        assert not differences(wholes[0], one_device([0, 1]))
+    arguments: dict[str, Any] = {"world_size": 4, "single_file": single_file, "process_group": True}
+    pool.run(train_and_save, tmp_path / "a", (1, 2, 2), [0], **arguments)
+    wholes = pool.run(train_and_save, tmp_path / "a", (1, 2, 2), [1], resume=True, **arguments)
+    assert not differences(wholes[0], one_device([0, 1]))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("single_file", [False, True], ids=["sharded", "single_file"])
 def test_optimizer_state_of_any_form(pool: WorkerPool, tmp_path: Path, single_file: bool) -> None:
     """Tensors of other shapes than the parameters', nests of sharded tensors, and objects."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 from lightning.fabric.utilities.load import _METADATA_FILENAME, _load_distributed_checkpoint
 from pipeline_parts import Model, batches, build, differences, load_checkpoint, make_part, save_sharded, world_size
+from pipelined_fit import trainer
 from pool import WorkerPool
 
 from lightning_pp.checkpoint.storage.folder import TRAINER_STATE_FILENAME
@@ -18,18 +18,10 @@ from lightning_pp.checkpoint.storage.folder import TRAINER_STATE_FILENAME
 def train(folder: Path, max_epochs: int, resume_from: Path | None = None, **arguments: Any) -> tuple[Path, Model]:
     """A plain Trainer on one device; returns its checkpoint."""
     module = build(**arguments)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=max_epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
-    trainer.fit(module, batches(), ckpt_path=resume_from, weights_only=False)
+    run = trainer(1, "auto", max_epochs=max_epochs, default_root_dir=folder)
+    run.fit(module, batches(), ckpt_path=resume_from, weights_only=False)
     path = folder / f"plain_{max_epochs}.ckpt"
-    trainer.save_checkpoint(path)
+    run.save_checkpoint(path)
     return path, module
 
 
@@ -49,7 +41,7 @@ def to_folder(source: Path, target: Path, layout: tuple[int, int], **arguments: 
     save_sharded(target, part.held, trainer_state)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "adamw_named"])
 def test_round_trip_of_a_single_file_is_exact(pool: WorkerPool, tmp_path: Path, optimizer: str) -> None:
     plain, _ = train(tmp_path, 1, optimizer=optimizer)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +83,15 @@ def check_refused(pool: WorkerPool, path: Path, *parts: str, **arguments: Any) -
     return texts[0]
 
 
-@pytest.fixture(params=[False, True], ids=["sharded", "single_file"])
-def checkpoint(request: pytest.FixtureRequest, pool: WorkerPool, tmp_path: Path) -> Callable[..., Path]:
-    """Saves a checkpoint of a model in each format."""
+@pytest.fixture(scope="module", params=[False, True], ids=["sharded", "single_file"])
+def checkpoint(
+    request: pytest.FixtureRequest, pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """Saves a checkpoint of a model, once for all tests, in each format."""
 
+    @cache
     def make(**arguments: Any) -> Path:
-        path = tmp_path / "model.ckpt"
+        path = tmp_path_factory.mktemp("saved") / "model.ckpt"
         pool.run(save, path, request.param, process_group=True, **arguments)
         assert is_sharded_checkpoint(path) != request.param
         return path
@@ -95,23 +100,21 @@ def checkpoint(request: pytest.FixtureRequest, pool: WorkerPool, tmp_path: Path)
 
 
 def test_other_model(pool: WorkerPool, checkpoint: Callable[..., Path]) -> None:
-    path = checkpoint(num_blocks=2)
-    missing = "8 of the model's 29 names are missing: blocks.2.linear.weight, blocks.2.linear.bias"
-    check_refused(pool, path, missing, "strict_loading = False")
-    for _, changed, _ in pool.run(load, path, strict=False, evaluate=True, process_group=True):
-        assert changed
-
-    path = checkpoint()
-    check_refused(pool, path, "8 of its 29 names are unexpected: ", "blocks.2.norm.running_var", num_blocks=2)
-
-
-def test_not_strict_takes_what_fits(pool: WorkerPool, checkpoint: Callable[..., Path]) -> None:
-    path = checkpoint(num_blocks=2)
+    """More names than fit a message are counted; what is not strict takes what fits."""
+    path = checkpoint(num_blocks=1)
+    text = check_refused(
+        pool, path, "16 of the model's 29 names are missing: blocks.1.linear", "strict_loading = False"
+    )
+    assert text.count("blocks.") == 10 and "blocks.2.linear.bias and 6 more" in text
     results = pool.run(load, path, strict=False, evaluate=True, process_group=True)
+    assert all(changed for _, changed, _ in results)
     loaded = results[0][2]["state_dict"]
-    saved, fresh = one_device([0], num_blocks=2)["state_dict"], build().state_dict()
+    saved, fresh = one_device([0], num_blocks=1)["state_dict"], build().state_dict()
     expected = type(fresh)((name, saved.get(name, fresh[name])) for name in fresh)
     assert not differences(loaded, expected)
+
+    unexpected = "8 of its 29 names are unexpected: "
+    check_refused(pool, checkpoint(), unexpected, "blocks.2.norm.running_var", num_blocks=2)
 
 
 def test_other_shapes(pool: WorkerPool, checkpoint: Callable[..., Path]) -> None:
@@ -126,13 +129,6 @@ def test_other_shapes(pool: WorkerPool, checkpoint: Callable[..., Path]) -> None
             strict=strict,
         )
         assert "strict_loading" not in text
-
-
-def test_more_names_than_fit_a_message(pool: WorkerPool, checkpoint: Callable[..., Path]) -> None:
-    path = checkpoint(num_blocks=1)
-    text = check_refused(pool, path, "16 of the model's 29 names are missing")
-    assert text.count("blocks.") == 10
-    assert "blocks.2.linear.bias and 6 more" in text
 
 
 def test_optimizer_state_that_is_not_there(pool: WorkerPool, checkpoint: Callable[..., Path]) -> None:
@@ -168,26 +164,32 @@ def test_no_such_file(pool: WorkerPool, tmp_path: Path) -> None:
     check_refused(pool, path, "has no 'state_dict'")
 
 
+@pytest.fixture
+def folder(pool: WorkerPool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of a sharded checkpoint."""
+    saved = tmp_path_factory.getbasetemp() / "whole.ckpt"
+    if not saved.exists():
+        pool.run(save, saved, single_file=False, process_group=True)
+    return Path(shutil.copytree(saved, tmp_path / "a.ckpt"))
+
+
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("file", [".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"])
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
-def test_damaged_folder(pool: WorkerPool, tmp_path: Path, file: str, damage: str) -> None:
-    path = tmp_path / "a.ckpt"
-    pool.run(save, path, single_file=False, process_group=True)
+def test_damaged_folder(pool: WorkerPool, folder: Path, file: str, damage: str) -> None:
     if damage == "missing":
-        (path / file).unlink()
+        (folder / file).unlink()
     else:
-        content = (path / file).read_bytes()
-        (path / file).write_bytes(content[: len(content) // 2])
-    check_refused(pool, path, str(path / file), "use another")
+        content = (folder / file).read_bytes()
+        (folder / file).write_bytes(content[: len(content) // 2])
+    check_refused(pool, folder, str(folder / file), "use another")
 
 
-def test_garbled_shard(pool: WorkerPool, tmp_path: Path) -> None:
+def test_garbled_shard(pool: WorkerPool, folder: Path) -> None:
     """Damage that no size shows is found while reading; the message still names the file."""
-    path = tmp_path / "a.ckpt"
-    pool.run(save, path, single_file=False, process_group=True)
-    file = path / "__1_0.distcp"
+    file = folder / "__1_0.distcp"
     file.write_bytes(bytes(len(file.read_bytes())))
-    for text, _, _ in pool.run(load, path, process_group=True):
+    for text, _, _ in pool.run(load, folder, process_group=True):
         assert f"{file} cannot be read" in text
 
 

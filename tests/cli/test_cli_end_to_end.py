@@ -120,6 +120,7 @@ def test_plain_multirun_gives_each_job_a_wandb_run(own_text: Path) -> None:
     _check_one_wandb_run_each(folder, sorted(path for path in folder.glob("multirun/*/*/*") if path.is_dir()))
 
 
+@pytest.mark.nightly  # by day tests/callbacks/test_wandb_logger.py sees what the group asks of wandb
 def test_the_fields_of_the_wandb_group_are_those_of_the_run(own_text: Path) -> None:
     folder = own_text / "wandb_fields"
     folder.mkdir()

@@ -29,31 +29,9 @@ class Once(Callback):
 """
 
 
-def test_rank_zero_keeps_its_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert launch.arguments_of_this_rank(["recipe=llama"]) == ["recipe=llama"]
-    assert launch.launched_from_outside()
-
-
-def test_other_ranks_make_no_output_folder_and_no_log_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "3")
-    arguments = launch.arguments_of_this_rank(["recipe=llama"])
-    assert arguments[0] == "recipe=llama"
-    assert {"hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"} <= set(arguments)
-
-
 def test_overrides_may_stand_on_both_sides_of_an_option() -> None:
     arguments = ["a=1", "--config-dir", "mine", "+b=[x, y]", "-m", "~c"]
     assert launch.overrides_last(arguments) == ["--config-dir", "mine", "-m", "a=1", "+b=[x, y]", "~c"]
-
-
-def test_child_of_lightning_keeps_the_folder_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    arguments = launch.arguments_of_this_rank(['hydra.run.dir="outputs/a"', "hydra.job.name=train_ddp_process_1"])
-    assert 'hydra.run.dir="outputs/a"' in arguments
-    assert "hydra.run.dir=." not in arguments
-    assert "hydra/job_logging=none" in arguments
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ from command import TINY_RUN, run_command, run_forked
         (
             "recipe=byte_gpd",
             "recipe=byte_gpd: recipe is one of byte_gpt, causal_lm, gpt2_124m, llama, llama_70b, llama_8b, lora, moe, "
-            "own, t5, vit. The closest is byte_gpt",
+            "own, t5, two_tower, vit. The closest is byte_gpt",
         ),
         (
             "recipe=gpt3",
             "recipe=gpt3: recipe is one of byte_gpt, causal_lm, gpt2_124m, llama, llama_70b, llama_8b, lora, moe, "
-            "own, t5, vit. The closest is gpt2_124m",
+            "own, t5, two_tower, vit. The closest is gpt2_124m",
         ),
         ("logger=wandbb", "logger=wandbb: logger is one of csv, none, wandb. The closest is wandb"),
         ("+recipe=llama", "+recipe=llama: recipe is already chosen. To choose another, write recipe=llama"),
@@ -42,24 +42,43 @@ def test_override_that_does_not_fit_is_refused_in_a_sentence(override: str, said
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_unreadable_data_file_is_named_before_anything_is_launched(tmp_path: Path) -> None:
+WITHOUT_PIPELINE = [*(option for option in TINY_RUN if "strategy" not in option), "trainer.devices=1", "strategy=auto"]
+MISTAKES: dict[str, tuple[list[str], list[str]]] = {
+    "data files": (
+        ["data.files=[nope.txt, folder, '*.md']"],
+        ["nope.txt: does not exist", "folder: is a folder", "*.md: no file matches"],
+    ),
+    "checkpoint": (["mode=test", "ckpt_path=nope.ckpt"], ["ckpt_path=nope.ckpt does not exist"]),
+    "schedule": (["strategy.schedule=zb_h9"], ["zb_h9", "zb_h1"]),
+    "no GPU": (
+        ["recipe=gpt2_124m"],
+        ["trainer.accelerator=gpu needs a GPU", "trainer=cpu trainer.devices=NUMBER"],
+    ),
+    "logger": (
+        [*WITHOUT_PIPELINE, "logger=csv", "logger.save_dir=/dev/null/logs", "callbacks=none"],
+        ["CSVLogger cannot be used: NotADirectoryError", "Run without one: logger=none"],
+    ),
+    "several runs": (
+        ["-m", "data.seed=1,2", "strategy.schedule=1f1b"],
+        ["torchrun --nproc-per-node 2 -m lightning_pp -m data.seed=1,2 strategy.schedule=1f1b"],
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told_before_anything_is_launched(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "folder").mkdir()
-    finished = run_forked(["data.files=[nope.txt, folder, '*.md']"], tmp_path)
+    arguments, said = MISTAKES[mistake]
+    finished = run_forked(arguments, tmp_path)
     assert finished.code == 1
-    assert "nope.txt: does not exist" in finished.output
-    assert "folder: is a folder" in finished.output
-    assert "*.md: no file matches" in finished.output
+    assert all(part in finished.output for part in said), finished.output
     assert "Traceback" not in finished.output
     assert "MEMBER" not in finished.output  # Lightning's line about a launched process
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]  # what was refused leaves no folder
-
-
-def test_missing_checkpoint_is_named_before_anything_is_launched(tmp_path: Path) -> None:
-    finished = run_forked(["mode=test", "ckpt_path=nope.ckpt"], tmp_path)
-    assert finished.code == 1
-    assert "ckpt_path=nope.ckpt does not exist" in finished.output
-    assert "Traceback" not in finished.output
-    assert list(tmp_path.iterdir()) == []
+    if mistake in ("data files", "checkpoint"):  # what was refused leaves no folder
+        assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_a_folder_that_was_there_is_left_alone(tmp_path: Path) -> None:
@@ -67,14 +86,6 @@ def test_a_folder_that_was_there_is_left_alone(tmp_path: Path) -> None:
     finished = run_forked(["mode=test", "ckpt_path=nope.ckpt", "hydra.run.dir=mine"], tmp_path)
     assert finished.code == 1
     assert (tmp_path / "mine" / ".hydra").is_dir()
-
-
-def test_bad_option_of_strategy_or_model_is_one_message(tmp_path: Path) -> None:
-    finished = run_forked(["strategy.schedule=zb_h9"], tmp_path)
-    assert finished.code == 1
-    assert "zb_h9" in finished.output
-    assert "zb_h1" in finished.output  # the list of those there are
-    assert "Traceback" not in finished.output
 
 
 def test_more_stages_than_units_are_told_before_anything_is_launched(tmp_path: Path) -> None:
@@ -107,29 +118,3 @@ def test_more_processes_than_devices_are_told_once_with_both_numbers(tmp_path: P
     assert finished.output.count("2 processes were started on this node") == 1
     assert "has devices for 1. Set devices=2, or start 1" in finished.output
     assert "IndexError" not in finished.output
-
-
-def test_recipe_for_gpus_says_what_to_do_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    finished = run_forked(["recipe=gpt2_124m"], tmp_path)
-    assert finished.code == 1
-    assert "trainer.accelerator=gpu needs a GPU" in finished.output
-    assert "trainer=cpu trainer.devices=NUMBER" in finished.output
-    assert "Traceback" not in finished.output
-
-
-def test_logger_that_cannot_be_used_is_told_in_a_sentence(tmp_path: Path) -> None:
-    options = ["trainer.devices=1", "strategy=auto", "logger=csv", "logger.save_dir=/dev/null/logs", "callbacks=none"]
-    finished = run_forked([*(option for option in TINY_RUN if "strategy" not in option), *options], tmp_path)
-    assert finished.code == 1
-    assert "CSVLogger cannot be used: NotADirectoryError" in finished.output
-    assert "Run without one: logger=none" in finished.output
-    assert "Traceback" not in finished.output
-
-
-@pytest.mark.parametrize("flag", ["-m", pytest.param("--multirun", marks=pytest.mark.nightly)])
-def test_self_launched_multirun_is_refused_with_the_torchrun_command(flag: str, tmp_path: Path) -> None:
-    finished = run_forked([flag, "data.seed=1,2", "strategy.schedule=1f1b"], tmp_path)
-    assert finished.code == 1
-    assert f"torchrun --nproc-per-node 2 -m lightning_pp {flag} data.seed=1,2 strategy.schedule=1f1b" in finished.output
-    assert "Traceback" not in finished.output

@@ -147,7 +147,7 @@ def composing(tmp_path: Path) -> Iterator[None]:
 
 
 @settings(
-    max_examples=20,
+    max_examples=10,
     deadline=timedelta(seconds=20),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

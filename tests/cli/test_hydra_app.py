@@ -104,6 +104,7 @@ def test_every_command_is_asked_for_its_version() -> None:
     assert set(re.findall(r"^(\S+) = ", scripts, re.MULTILINE)) == set(COMMANDS)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_version_is_that_of_this_package(command: str, tmp_path: Path) -> None:
     finished = run_forked(["--version"], tmp_path, module=COMMANDS[command])
@@ -114,6 +115,7 @@ def test_version_is_that_of_this_package(command: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("word", "offered"),
     [

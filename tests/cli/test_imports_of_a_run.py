@@ -38,7 +38,7 @@ def test_a_training_that_logs_to_csv_does_not_import_wandb(tmp_path: Path) -> No
     assert "loss" in metrics.read_text()
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("module", "override", "told"),
     [

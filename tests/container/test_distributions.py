@@ -117,7 +117,7 @@ def test_a_source_tree_is_used_where_it_lies(tree: Path, tmp_path: Path) -> None
         "from lightning_pp.conf.search_path import yaml_folders\n"
         "print(*yaml_folders())\n"
         "with initialize(version_base='1.3'):\n"
-        "    print(compose('config', ['recipe=byte_gpt']).model._target_)\n"
+        "    print(compose('config', ['recipe=two_tower']).model._target_)\n"
     )
     finished = subprocess.run(
         [sys.executable, "-c", code],
@@ -129,7 +129,7 @@ def test_a_source_tree_is_used_where_it_lies(tree: Path, tmp_path: Path) -> None
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.split() == [
         *(str(tree / "conf"), str(tree / "recipes")),
-        "lightning_pp.recipes.byte_gpt.ByteGPT",
+        "lightning_pp.recipes.two_tower.TwoTower",
     ]
 
 

@@ -105,7 +105,7 @@ def test_what_killed_processes_have_left_is_not_taken_for_an_answer(server: TCPS
     assert len(names) == 1 and not names & earlier
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("killed", [0, 1, 2])
 @pytest.mark.parametrize("num_calls", range(0, 14, 3))
 def test_one_process_started_anew_meets_those_that_wait(server: TCPStore, killed: int, num_calls: int) -> None:

@@ -114,7 +114,8 @@ def test_of_several_ranks_that_run_the_users_code_none_is_blamed() -> None:
     assert "Rank 1 (stage 1)" in failure.what and "Rank 2 (stage 2)" in failure.what
 
 
-def test_after_a_time_out_a_rank_that_does_not_answer_is_the_failure() -> None:
+def test_after_a_time_out_a_rank_that_does_not_answer_is_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_pp.distributed.watch.standstill._ANSWER_S", 0.5)
     store = HashStore()
     ranks = [Rank(store, 0, WAITS), Rank(store, 1, WAITS)]
     look_until(ranks, ranks[0].standstill.ask())

@@ -85,6 +85,7 @@ def test_the_tutorial_gives_the_same_numbers_on_one_device_and_as_a_pipeline(poo
     assert logged["use.py"]["val_loss"] == pytest.approx(logged["pipeline.py"]["val_loss"], rel=1e-4)
 
 
+@pytest.mark.nightly  # by day these commands run in tests/verification, tests/cli and tests/cli/plan/test_plan_check.py
 def test_the_commands_of_the_tutorial_run(tmp_path: Path) -> None:
     write_scripts("tutorial", tmp_path)
     text = "".join(blocks(DOCS / "start" / "tutorial.md", "bash")).replace("\\\n", " ")

@@ -176,6 +176,10 @@ def as_run(words: list[str], folder: Path) -> list[list[str]]:
         run_dir = EXPORTED.get(arguments[1], "gpt2_124m")
         target = arguments[1].replace("llama/", "exported/")  # llama/ is there, as the base of the adapter
         return [[command, f"{run_dir}/checkpoints/step4.ckpt", target, *arguments[2:]]]
+    if command == "lightning-pp-report" and "[RUN_DIR]" in arguments:
+        one, other = (f"outputs/2026-11-24/{name}" for name in REPORTED)
+        rest = [argument for argument in arguments if "RUN_DIR" not in argument]
+        return [[command, one, *rest], [command, one, other, *(each.replace("report.", "both.") for each in rest)]]
     if command == "lightning-pp-doctor":
         return [[command, *(arguments or ["--only", "environment"])]]  # tests/doctor has the others
     if command in ("lightning-pp", "lightning-pp-plan", "lightning-pp-verify") and not is_answered(arguments):

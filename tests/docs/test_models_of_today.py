@@ -13,6 +13,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
+from pipelined_fit import trainer
 from pool import WorkerPool
 from test_code_blocks import DOCS, blocks
 from torch import Tensor
@@ -62,19 +63,9 @@ def train(kind: str, devices: int) -> tuple[list[float], dict[str, Tensor]]:
         exec(compile(BLOCKS[kind], f"{PAGE.name}, {kind}", "exec"), names)
         L.seed_everything(5)
         module = names[kind]()
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=devices,
-            strategy=names["strategy"] if devices > 1 else "auto",
-            max_epochs=1,
-            callbacks=[Losses()],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        run = trainer(devices, names["strategy"] if devices > 1 else "auto", callbacks=[Losses()])
         with mock.patch.object(flex, "_validate_device", return_value=None):  # torch refuses a backward on CPUs
-            trainer.fit(module, DataLoader([batch_of(kind, number) for number in range(3)], batch_size=None))
+            run.fit(module, DataLoader([batch_of(kind, number) for number in range(3)], batch_size=None))
         held = {name: value for name, value in module.named_parameters() if not value.is_meta}
         return losses, {name: value.detach().clone() for name, value in held.items()}
     finally:
@@ -88,8 +79,8 @@ def test_the_page_has_every_kind() -> None:
     ]  # fmt: skip
 
 
-# by day tests/parity/steps trains models of these kinds
-AT_NIGHT = ("Documents", "Speech")
+# by day tests/parity and tests/recipes train models of these kinds
+AT_NIGHT = ("Documents", "InFloat8", "PackedText", "Speech", "WithMuon")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import pytest
 import torch
 from command import run_command
 from lightning.pytorch.utilities import grad_norm
+from pipelined_fit import trainer
 from pool import WorkerPool
 from test_code_blocks import DOCS, PAGES, blocks
 from torch import Tensor, nn
@@ -110,12 +111,12 @@ def look_at_metrics(names: dict[str, Any]) -> dict[str, Any]:
     class WithNorms(Module):
         on_before_optimizer_step = names["on_before_optimizer_step"]
 
-    trainer = names["trainer"]
-    trainer.fit(WithNorms(), Data())
+    run = names["trainer"]
+    run.fit(WithNorms(), Data())
     return {
         "steps": names["module"].trainer.global_step,
         "report": names["monitor"].report is not None,
-        "norm": float(trainer.callback_metrics["grad_2.0_norm_total"]),
+        "norm": float(run.callback_metrics["grad_2.0_norm_total"]),
     }
 
 
@@ -127,19 +128,9 @@ def look_at_models(names: dict[str, Any]) -> list[float]:
         def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             losses.append(float(outputs["loss"]))
 
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=names["strategy"],
-        max_epochs=1,
-        callbacks=[Losses()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    run = trainer(2, names["strategy"], callbacks=[Losses()])
     torch.manual_seed(0)
-    trainer.fit(names["MixtureOfExperts"](), DataLoader(torch.arange(9).repeat(20 * ROWS, 1), batch_size=ROWS))
+    run.fit(names["MixtureOfExperts"](), DataLoader(torch.arange(9).repeat(20 * ROWS, 1), batch_size=ROWS))
     return losses
 
 
@@ -182,16 +173,7 @@ class Collections(L.Callback):
 
 def look_at_clusters(names: dict[str, Any]) -> tuple[list[tuple[bool, int]], bool]:
     noted = Collections()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        callbacks=[names["SteadyCollection"](every=5), noted],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(Module(), Data())
+    trainer(1, "auto", callbacks=[names["SteadyCollection"](every=5), noted]).fit(Module(), Data())
     return noted.found, gc.isenabled()
 
 
@@ -224,16 +206,8 @@ def test_predictions_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    writer = PredictionWriter("outputs/.../predictions")
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        callbacks=[writer],
-        logger=False,
-        enable_progress_bar=False,
-        limit_predict_batches=2,
-    )
-    trainer.predict(Module(), Data(), return_predictions=False)
+    run = trainer(1, "auto", callbacks=[PredictionWriter("outputs/.../predictions")], limit_predict_batches=2)
+    run.predict(Module(), Data(), return_predictions=False)
     capsys.readouterr()
     exec(blocks(DOCS / "training" / "data.md", "python")[1], {})
     printed = capsys.readouterr().out

@@ -7,18 +7,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from command import environment
-from test_code_blocks import DOCS, blocks
+from pool import WorkerPool
+from test_code_blocks import DOCS, blocks, run_script
 
 README = DOCS.parent / "README.md"
 
 
-def test_the_example_trains_two_processes_as_it_stands(tmp_path: Path) -> None:
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
     (script,) = blocks(README, "python")
     (tmp_path / "train.py").write_text(script)
+    return tmp_path
+
+
+def test_the_example_trains_two_processes(pool: WorkerPool, example: Path) -> None:
+    pool.run(run_script, str(example), "train.py", world_size=2, timeout=120)
+
+
+@pytest.mark.nightly
+def test_the_example_starts_its_second_process(example: Path) -> None:
     command = [sys.executable, "train.py"]
     finished = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200, check=False
+        command, cwd=example, env=environment(), capture_output=True, text=True, timeout=200, check=False
     )
     output = finished.stdout + finished.stderr
     assert finished.returncode == 0 and "MEMBER: 2/2" in output, output

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from parity_run import QUIET
 from pool import WorkerPool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -98,15 +99,11 @@ def loader(num_replicas: int, bad_sample: int | None) -> DataLoader[Any]:
 
 def make_trainer(devices: int, strategy: Any, folder: Path, **options: Any) -> pl.Trainer:
     return pl.Trainer(
-        accelerator="cpu",
+        **QUIET,
         devices=devices,
         strategy=strategy,
         default_root_dir=folder,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **options,
     )
 

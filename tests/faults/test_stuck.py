@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from parity_run import QUIET
 from pool import WorkerPool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -51,14 +52,10 @@ class Skips(pl.LightningModule):
 def losses(how: str, batches: tuple[int, ...], devices: int) -> list[float | None]:
     module = Skips(how, batches)
     trainer = pl.Trainer(
-        accelerator="cpu",
+        **QUIET,
         devices=devices,
         strategy="auto" if devices == 1 else PipelineParallelStrategy(num_microbatches=2),
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     # the first sample of each batch is a whole number, and that of its second microbatch is not
     samples = [torch.full((4,), 1.0 + number / 4) for number in range(4 * BATCHES)]

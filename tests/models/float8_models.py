@@ -61,6 +61,6 @@ class Float8GPT(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def token_batches(num_samples: int = 16, batch_size: int = 4) -> DataLoader[Any]:
+def token_batches(num_samples: int = 8, batch_size: int = 4) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(3)
     return DataLoader(torch.randint(0, 48, (num_samples, 9), generator=generator), batch_size=batch_size)  # type: ignore[arg-type]

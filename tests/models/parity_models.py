@@ -133,6 +133,19 @@ class LlamaFloat64Loss(Llama):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
 
 
+class LlamaFloat64Norms(LlamaFloat64Loss):
+    """The same model with torch's norm. The norm of transformers computes in float32, and inductor sums in another
+    order, so on one device its gradients are 2e-7 from those of uncompiled units; without float32 they are 1e-15.
+    """
+
+    def build(self) -> None:
+        super().build()
+        for module in list(self.model.modules()):
+            for name, norm in list(module.named_children()):
+                if type(norm).__name__ == "LlamaRMSNorm":
+                    setattr(module, name, nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon))
+
+
 class MixtralFloat64Loss(LlamaFloat64Loss):
     """Mixtral of transformers, whose experts are in parameters of three dimensions, without its balance loss."""
 
@@ -142,18 +155,18 @@ class MixtralFloat64Loss(LlamaFloat64Loss):
         self.model = mixtral().model
 
 
-def with_odd_vocabulary(model: nn.Module) -> nn.Module:
-    """A model of its class with one word more, which no even number of ranks divides."""
-    model.config.vocab_size = VOCAB + 1
+def with_other_config(model: nn.Module, name: str, value: int) -> nn.Module:
+    """A model of its class with another value in its config."""
+    setattr(model.config, name, value)
     return type(model)(model.config)
 
 
 class OddGPT2(GPT2Float64Loss):
-    """With tied embeddings of an odd number of words."""
+    """With tied embeddings of an odd number of words, which no even number of ranks divides."""
 
     def build(self) -> None:
         super().build()
-        self.model = with_odd_vocabulary(self.model)
+        self.model = with_other_config(self.model, "vocab_size", VOCAB + 1)
 
 
 class OddLlama(LlamaFloat64Loss):
@@ -161,7 +174,15 @@ class OddLlama(LlamaFloat64Loss):
 
     def build(self) -> None:
         super().build()
-        self.model = with_odd_vocabulary(self.model)
+        self.model = with_other_config(self.model, "vocab_size", VOCAB + 1)
+
+
+class ShortLlama(LlamaFloat64Loss):
+    """With two layers: for tests in which each layer takes long."""
+
+    def build(self) -> None:
+        super().build()
+        self.model = with_other_config(self.model, "num_hidden_layers", 2)
 
 
 class T5(SettingsModule):
@@ -357,9 +378,11 @@ MODELS: dict[str, type[SettingsModule]] = {
     "gpt2_float64_loss": GPT2Float64Loss,
     "llama": Llama,
     "llama_float64_loss": LlamaFloat64Loss,
+    "llama_float64_norms": LlamaFloat64Norms,
     "mixtral_float64_loss": MixtralFloat64Loss,
     "odd_gpt2": OddGPT2,
     "odd_llama": OddLlama,
+    "short_llama": ShortLlama,
     "t5": T5,
     "demo_transformer": DemoTransformer,
     "residual_mlp": ResidualMLP,
@@ -373,9 +396,11 @@ DATASETS: dict[str, Callable[[int, torch.Generator], list[Any]]] = {
     "gpt2_float64_loss": _gpt2_samples,
     "llama": _llama_samples,
     "llama_float64_loss": _llama_samples,
+    "llama_float64_norms": _llama_samples,
     "mixtral_float64_loss": _llama_samples,
     "odd_gpt2": _gpt2_samples,
     "odd_llama": _llama_samples,
+    "short_llama": _llama_samples,
     "t5": _t5_samples,
     "demo_transformer": _demo_samples,
     "residual_mlp": _mlp_samples,

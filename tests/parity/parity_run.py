@@ -48,9 +48,9 @@ class Settings:
     accumulate: int = 1
     clip_val: float | None = None
     clip_algorithm: str | None = None
-    num_samples: int = 22
+    num_samples: int = 14
     batch_size: int = 8
-    num_val_samples: int = 10
+    num_val_samples: int = 6
     val_batch_size: int = 4
     max_epochs: int = 2
     precision: str = "64-true"

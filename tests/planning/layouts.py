@@ -19,7 +19,11 @@ def choose_layout(record: StepRecord, num_parameters: Mapping[str, int], request
 
 
 def recorded_training(
-    module: Any, batch: torch.Tensor, how: RecordingOptions, like: RecordedModel | None = None
+    module: Any,
+    batch: torch.Tensor,
+    how: RecordingOptions | None = None,
+    like: RecordedModel | None = None,
+    num_stages: int = 2,
 ) -> RecordedModel:
     return record_model(
         module,
@@ -27,7 +31,7 @@ def recorded_training(
         step=lambda run: module.training_step(run.own(batch)),
         with_gradients=True,
         patterns=None,
-        num_stages=2,
-        how=how,
+        num_stages=num_stages,
+        how=how or RecordingOptions(),
         like=like,
     )

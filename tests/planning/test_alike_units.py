@@ -88,6 +88,7 @@ def seen(recording: RecordedModel) -> Any:
     return calls, partition, [stage.held_after_forward_bytes for stage in held.stages], flow, record.tail.work
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("refined", [(), ("blocks.1", "blocks.3")])
 def test_a_step_on_more_samples_is_as_if_all_units_ran(checkpoints: bool, refined: tuple[str, ...]) -> None:

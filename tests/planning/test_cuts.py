@@ -8,19 +8,19 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 from layouts import choose_layout
+from one_process import record_of
 from torch import Tensor, nn
 
-from lightning_pp.planning.cuts import CutOptions, _with_moved_cuts, best_partition, measured_unit_costs
+from lightning_pp.planning.cuts import CutOptions, best_partition, measured_unit_costs
 from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
-from lightning_pp.split import StepRecord, discover_units, dry_run
+from lightning_pp.split import StepRecord, discover_units
 from lightning_pp.split.cut.moved_cuts import moved_partitions
 from lightning_pp.split.cut.partition import Partition
 from lightning_pp.split.cut.unit_costs import UnitCost, stage_costs
-from lightning_pp.split.fakes.parameters import FakeParameters
 
 NUM_BLOCKS = 9
 
@@ -40,13 +40,7 @@ class Stack(nn.Module):
 def recorded() -> tuple[StepRecord, dict[str, int]]:
     module = Stack()
     units = discover_units(module)
-    batch = torch.randint(0, 24, (2, 5))
-    record = dry_run(
-        lambda dry: module.training_step(batch),
-        units=units,
-        fake_parameters=FakeParameters(module, torch.device("cpu")),
-        with_gradients=True,
-    )
+    record = record_of(module, torch.randint(0, 24, (2, 5)))
     return record, {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
 
 
@@ -62,6 +56,7 @@ def step_time(program: Schedule, costs: dict[str, UnitCost], stage_of_unit: dict
     return max(program.simulate(stage_costs(costs, stage_of_unit, speeds)).span_ms)
 
 
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("name", "num_ranks"), [("1f1b", 3), ("zb_h1", 2), ("zb_v", 2), ("interleaved_1f1b", 2)])
 def test_the_step_is_as_short_as_that_of_the_best_of_all_cuts(
@@ -100,40 +95,6 @@ def test_moved_cuts_are_all_runs_of_cuts_up_and_down(recorded: tuple[StepRecord,
         partition = Partition(len(cuts) + 1, {**stages_of(order, cuts), "not called": 1}, {})
         found = [dict(moved.stage_of_unit) for moved in moved_partitions(record, partition)]
         assert found == [{**stages_of(order, moved), "not called": 1} for moved in neighbours(order, cuts)]
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("speeds", [None, [1.0, 0.6, 1.3]])
-@pytest.mark.parametrize("fewest", [1, 2])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h2", "zb_v", "v_min", "interleaved_zb"])
-def test_cuts_are_moved_as_by_one_simulation_after_the_other(
-    recorded: tuple[StepRecord, dict[str, int]], name: str, fewest: int, speeds: list[float] | None, seed: int
-) -> None:
-    record, _ = recorded
-    order, cut, costs = list(record.first_calls()), CutOptions(rank_speeds=speeds), costs_of(record, seed)
-    program = build_schedule(name, num_ranks=3, num_microbatches=5)
-    num_stages, of_stages = program.placement.num_stages, cut.speeds_of_stages(program.placement)
-
-    def of(cuts: list[int]) -> Partition:
-        return Partition(num_stages, stages_of(order, cuts), costs)
-
-    def fits(partition: Partition) -> bool:
-        return len(partition.units_of_stage(1)) >= fewest
-
-    def time_of(cuts: list[int]) -> float:
-        return max(program.simulate(stage_costs(costs, stages_of(order, cuts), of_stages)).span_ms)
-
-    cuts = [*range(1, num_stages - 1), num_stages]
-    found = _with_moved_cuts(record, [of(cuts)], program, cut, fits)
-    best, improved, num_moved = time_of(cuts), True, 0
-    while improved:
-        improved = False
-        for moved in neighbours(order, cuts):
-            if time_of(moved) < 0.999 * best and fits(of(moved)):
-                cuts, best, improved, num_moved = moved, time_of(moved), True, num_moved + 1
-                break
-    assert found == of(cuts)
-    assert num_moved or fewest > 1
 
 
 def test_given_costs_of_other_stages_are_shared_out_among_the_units(

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from layouts import choose_layout
+from layouts import choose_layout, recorded_training
 from pipelined_fit import trainer
 from pool import WorkerPool
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.sharded_stages import ShardingSettings
-from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, record_model
+from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions
 from lightning_pp.planning.tuning import Layout, LayoutRequest
 from lightning_pp.split.memory.state_memory import StepDtypes
 
@@ -75,16 +75,8 @@ def tokens(num_samples: int = 8, length: int = 16) -> Tensor:
 
 
 def recorded(activation_checkpointing: Any = False) -> RecordedModel:
-    module, batch = TableFirst(), tokens(2, 16)
-    return record_model(
-        module,
-        device=torch.device("cpu"),
-        step=lambda dry: module.training_step(batch),
-        with_gradients=True,
-        patterns=None,
-        num_stages=2,
-        how=RecordingOptions(activation_checkpointing=activation_checkpointing),
-    )
+    how = RecordingOptions(activation_checkpointing=activation_checkpointing)
+    return recorded_training(TableFirst(), tokens(2, 16), how)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +120,7 @@ def needed(recording: RecordedModel, layout: Layout) -> float:
     return max(need.peak_bytes for need in memory.needs(layout.partition, layout.placement, layout.start))
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("schedule", "num_ranks"), [("1f1b", 2), ("zb_h1", 3), ("zb_v", 2), ("interleaved_1f1b", 2), ("auto", 2)]
 )
@@ -294,6 +287,7 @@ def test_what_the_optimizer_keeps_is_asked_of_it(pool: WorkerPool) -> None:
     assert report.seconds < 15
 
 
+@pytest.mark.nightly  # by day a sharded table fits in test_what_counts
 def test_shards_make_room(pool: WorkerPool) -> None:
     """Of many units alike; whole gradients, and what is gathered of parameters, stay."""
     two_by_two = {"data_parallel_size": 2, "num_microbatches": 2, "num_ranks": 4, "vocabulary": 50, "length": 4}

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-import torch
+from layouts import recorded_training
 from pool import WorkerPool
 from test_device_memory import GIB, TableFirst, model, tokens, train
 
@@ -20,7 +20,7 @@ from lightning_pp.planning.refinement.choice import CutChoice
 from lightning_pp.planning.refinement.recomputed import recomputed_units
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
-from lightning_pp.planning.stage_model import RecordedModel, record_model, with_recomputation
+from lightning_pp.planning.stage_model import RecordedModel, with_recomputation
 from lightning_pp.planning.tuning import LayoutRequest
 
 NUM_MICROBATCHES = 8
@@ -29,15 +29,7 @@ NUM_MICROBATCHES = 8
 @pytest.fixture(scope="module")
 def recording() -> RecordedModel:
     """Blocks whose activations are more than all parameters."""
-    module, batch = TableFirst(vocabulary=50), tokens(2, 256) % 50
-    return record_model(
-        module,
-        device=torch.device("cpu"),
-        step=lambda dry: module.training_step(batch),
-        with_gradients=True,
-        patterns=None,
-        num_stages=4,
-    )
+    return recorded_training(TableFirst(vocabulary=50), tokens(2, 256) % 50, num_stages=4)
 
 
 def request(limit_bytes: float, schedule: str, num_ranks: int) -> Any:

@@ -144,6 +144,7 @@ def test_the_block_in_the_middle_is_cut_and_no_other() -> None:
     assert "% less time than with this block whole." in str(split.refinement)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "interleaved_zb"])
 def test_every_placement_is_refined(schedule: str) -> None:
     split = cut(number=7, num_ranks=3, schedule=schedule)

@@ -69,13 +69,6 @@ def test_a_search_chooses_among_placements_unless_their_size_is_known() -> None:
         assert source.program(placement, 4, StageCosts(1.0, 1.0, 1.0), quick=True).placement == placement
 
 
-def test_whole_batches_need_another_order_of_a_file(path: Path) -> None:
-    source = schedule_source(path, whole_batch_loss=True)
-    assert source.is_reordered and not schedule_source(path).is_reordered
-    program = source.program(Placement.interleaved(2), 3)
-    assert program.csv_text() == "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n"
-
-
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [

@@ -21,18 +21,6 @@ def test_patterns_and_names_expand_in_order_without_repetition(tmp_path: Path, m
     assert find_files(["odd[1].txt"]) == [Path("odd[1].txt")]
 
 
-def test_every_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "good.txt").write_text("good")
-    with pytest.raises(FileNotFoundError) as error:
-        find_files(["good.txt", "missing.txt", str(tmp_path), "*.md"])
-    message = str(error.value)
-    assert "missing.txt: does not exist" in message
-    assert f"{tmp_path}: is a folder" in message
-    assert "*.md: no file matches" in message
-    assert "good.txt" not in message
-
-
 def test_file_that_may_not_be_opened_is_named_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")

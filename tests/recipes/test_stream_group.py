@@ -116,7 +116,7 @@ def undisturbed_and_resumed(
 @pytest.mark.parametrize(
     ("options", "limit"),
     [
-        ({"shuffle_buffer": 4}, 3),
+        ({"shuffle_buffer": 4}, 2),
         pytest.param({}, None, marks=pytest.mark.nightly),
         pytest.param({"shuffle_buffer": 4, "num_workers": 1}, None, marks=pytest.mark.nightly),
     ],

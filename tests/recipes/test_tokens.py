@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pipelined_fit import trainer
 from pool import WorkerPool
 
 from lightning_pp.cli.data.command import main
@@ -228,25 +229,15 @@ def fit(
     config = {"vocab_size": 512, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     module = CausalLM("llama", {**config, "num_attention_heads": 2, "num_key_value_heads": 2}, num_warmup_steps=1)
     cut = split_packed if documents == "packed" else None
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=num_ranks,
-        strategy=PipelineParallelStrategy(2, num_microbatches=2, split_batch=cut, check_first_batches=False)
-        if num_ranks > 1
-        else "auto",
-        max_steps=steps,
-        callbacks=[Seen()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    )
+    strategy: Any = "auto"
+    if num_ranks > 1:
+        strategy = PipelineParallelStrategy(2, num_microbatches=2, split_batch=cut, check_first_batches=False)
+    run = trainer(num_ranks, strategy, max_epochs=-1, max_steps=steps, callbacks=[Seen()], limit_val_batches=0)
     data = TokenDataModule(folder, batch_size=4, seq_len=16, val_fraction=0.1, documents=documents, pad_to_multiple=8)
-    trainer.fit(module, datamodule=data, ckpt_path=resume)
+    run.fit(module, datamodule=data, ckpt_path=resume)
     if save:
-        trainer.save_checkpoint(save)
-    assert math.isfinite(float(trainer.callback_metrics["train_loss"]))
+        run.save_checkpoint(save)
+    assert math.isfinite(float(run.callback_metrics["train_loss"]))
     return seen, losses
 
 

@@ -38,38 +38,6 @@ def test_building_and_simulating_are_deterministic(built: tuple[Schedule, StageC
     assert again.simulate(costs) == schedule.simulate(costs)
 
 
-@given(built_schedules())
-def test_peak_memory_is_the_limit_that_works(built: tuple[Schedule, StageCosts, dict[str, Any]]) -> None:
-    schedule, costs, _ = built
-    peaks = schedule.simulate(costs).peak_memory
-    schedule.validate(costs=costs, memory_limit=peaks)
-
-
-@given(built_schedules())
-def test_simulation_respects_time(built: tuple[Schedule, StageCosts, dict[str, Any]]) -> None:
-    """A plain event-by-event check of the timeline, written without the simulator's own tables."""
-    schedule, costs, _ = built
-    simulation = schedule.simulate(costs)
-    resolved = costs.per_stage(schedule.placement.num_stages)
-    rank_of_stage = schedule.placement.rank_of_stage
-    cells = [cell for row in simulation.timeline for cell in row]
-    end = {str(cell.action).replace("B", "I"): cell.end_ms for cell in cells}
-    for row in simulation.timeline:
-        free = 0.0
-        for cell in row:
-            stage, kind, microbatch = cell.action.stage, cell.action.kind.value, cell.action.microbatch
-            needed = {"F": stage - 1, "W": -1}.get(kind, stage + 1)
-            earliest = free
-            if 0 <= needed < schedule.placement.num_stages:
-                transfer = 0.0 if rank_of_stage[needed] == rank_of_stage[stage] else resolved.p2p[needed]
-                earliest = max(free, end[f"{needed}{'F' if kind == 'F' else 'I'}{microbatch}"] + transfer)
-            assert cell.start_ms == earliest
-            lasts = {"F": resolved.forward, "I": resolved.backward_input, "W": resolved.backward_weight}
-            expected = sum(lasts[part][stage] for part in ("IW" if kind == "B" else kind))
-            assert abs(cell.end_ms - cell.start_ms - expected) < 1e-6
-            free = cell.end_ms
-
-
 @given(built_schedules(), st.data())
 def test_what_is_left_without_the_last_microbatches_is_legal(
     built: tuple[Schedule, StageCosts, dict[str, Any]], data: st.DataObject

@@ -24,6 +24,7 @@ from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.runtime.stage import StageRunner
 from lightning_pp.runtime.stage_forward import InFlight
 from lightning_pp.schedule import Placement
+from lightning_pp.split import StepRecord, discover_units, dry_run
 from lightning_pp.split.data.tree import own_copy, tensors_of
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.fakes.parameters import FakeParameters, has_data, is_fake
@@ -73,6 +74,16 @@ def recorded(module: nn.Module, batch: Any, step: str = "training_step") -> Call
             return getattr(module, step)(batch)  # a dry run leaves the batch as it is
 
     return run
+
+
+def record_of(module: nn.Module, batch: Any, *, units: Any = None, with_gradients: bool = True) -> StepRecord:
+    """What a dry run of its training step records."""
+    return dry_run(
+        recorded(module, batch),
+        units=discover_units(module, units),
+        fake_parameters=FakeParameters(module, CPU),
+        with_gradients=with_gradients,
+    )
 
 
 def run_whole(module: nn.Module, batches: Sequence[Any], weights: Sequence[float]) -> Outcome:

@@ -27,7 +27,7 @@ CASES += [
 ]
 
 
-@pytest.mark.by_day(12)
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize(("name", "num_stages"), CASES)
 def test_training_equals_the_whole_model(name: str, num_stages: int) -> None:
     pipeline, _ = compare(
@@ -41,7 +41,7 @@ def test_training_equals_the_whole_model(name: str, num_stages: int) -> None:
     assert all(pipeline.split.owned_by(stage) for stage in range(num_stages))
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("name", architectures.ARCHITECTURES)
 def test_evaluation_equals_the_whole_model(name: str) -> None:
     compare_evaluation(architectures.ARCHITECTURES[name][0], architectures.batches_of(name)[0], 3)

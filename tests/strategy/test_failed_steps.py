@@ -68,7 +68,7 @@ class Fails(Blocks):
 
 
 def fitted(run: pl.Trainer, module: Fails, checkpoint: str | None) -> dict[str, Tensor]:
-    run.fit(module, loader(num_samples=24), ckpt_path=checkpoint)
+    run.fit(module, loader(num_samples=16), ckpt_path=checkpoint)
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 

@@ -1,4 +1,5 @@
-"""What a batch made is freed with it, without a collection of garbage: a reference cycle would keep its tensors.
+"""What a batch made is freed with it, without a collection of garbage: a reference cycle would keep its tensors. What a
+training made is freed after it.
 
 A device's memory would otherwise grow until Python happens to collect, since Python does not see how large tensors are.
 """
@@ -6,7 +7,9 @@ A device's memory would otherwise grow until Python happens to collect, since Py
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -15,7 +18,8 @@ import torch
 from live_memory import LiveMemory
 from parity_run import QUIET
 from pool import WorkerPool
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -87,7 +91,7 @@ class Living(L.Callback):
 def bytes_in_updates(options: dict[str, Any], logs: bool, penalty: bool, shrinks: bool) -> list[int]:
     """In a worker."""
     living = Living()
-    strategy = PipelineParallelStrategy(num_microbatches=4, **options)
+    strategy = PipelineParallelStrategy(num_microbatches=4, check_first_batches=False, **options)
     devices = NUM_RANKS.get(str(options), 2)
     trainer = L.Trainer(**{**QUIET, "devices": devices}, strategy=strategy, max_epochs=1, callbacks=[living])
     trainer.fit(Chain(logs, penalty), DataLoader(Rows(shrinks), batch_size=None))
@@ -120,3 +124,62 @@ def test_bytes_of_batches_do_not_stay(
         # the same sizes come again every second batch; logs that are gathered over an epoch are single numbers
         assert len(found) == NUM_BATCHES
         assert found[SETTLED + 2] <= found[SETTLED] and found[SETTLED + 3] <= found[SETTLED + 1], found
+
+
+class Kept:
+    """What units are given, and keep something in, as caches of transformers."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+
+class KeepingBlock(nn.Module):
+    """Two products; the result goes into what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, h: Tensor, kept: Kept) -> Tensor:
+        h = self.down(torch.tanh(self.up(h)))
+        kept.values.append(h)
+        return h
+
+
+class Keeping(Chain):
+    """Its blocks keep what they compute."""
+
+    def __init__(self) -> None:
+        super().__init__(logs=False, penalty=False)
+        self.blocks = nn.ModuleList(KeepingBlock() for _ in range(2))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        h, kept = self.stem(batch["x"]), Kept()
+        for block in self.blocks:
+            h = h + block(h, kept)
+        return F.cross_entropy(h.flatten(0, 1), batch["y"].flatten(), ignore_index=-1)
+
+
+def left_by_a_training(options: dict[str, Any]) -> tuple[list[str], int]:
+    """In a worker: classes of what is still there after a training, and the threads of its process groups."""
+
+    def train() -> list[weakref.ref[Any]]:
+        strategy = PipelineParallelStrategy(num_microbatches=2, **options)
+        trainer = L.Trainer(**{**QUIET, "devices": NUM_RANKS.get(str(options), 2)}, strategy=strategy, max_epochs=1)
+        module = Keeping() if "tensor_parallel_size" in options else Chain(logs=True, penalty=False)
+        trainer.fit(module, DataLoader(Rows(False), batch_size=None))
+        return [weakref.ref(each) for each in (module, module.stem, strategy, trainer)]
+
+    references = train()
+    distributed.destroy_process_group()
+    _clear_sharding_prop_cache()  # torch keeps meshes there
+    gc.collect()
+    left = [type(each).__name__ for each in (reference() for reference in references) if each is not None]
+    threads = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return left, sum("gloo" in name for name in threads)
+
+
+@pytest.mark.parametrize("options", [ZB_V, SHARDED, TENSOR, {**TENSOR, "compile": {"backend": "aot_eager"}}], ids=str)
+def test_nothing_of_a_training_stays(pool: WorkerPool, options: dict[str, Any]) -> None:
+    for found in pool.run(left_by_a_training, options, world_size=NUM_RANKS.get(str(options), 2), timeout=120):
+        assert found == ([], 0)

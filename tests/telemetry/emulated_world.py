@@ -15,7 +15,7 @@ from statistics import mean
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import Action, ActionKind, Schedule, StageCosts, build_schedule
 from lightning_pp.split.cut.unit_costs import UnitCost
-from lightning_pp.telemetry.diagnosis.evidence import Evidence, PlanFacts, RankEvidence
+from lightning_pp.telemetry.diagnosis.evidence import Evidence, PlanFacts, ProductWeight, RankEvidence
 
 NUM_ROWS = 32
 _NUM_STEPS = 12
@@ -37,6 +37,8 @@ class World:
         num_workers: Of each loader.
         action_ms: What an action takes besides.
         optimizer_ms: Between two steps.
+        deferred: The part of W that can be deferred.
+        all_deferred: Whether W has all weights even so, and what is not in W is something else.
         noise: Of the times of actions, relative.
         classes: Of units; the part of a name before its first dot by default.
     """
@@ -51,6 +53,8 @@ class World:
     num_workers: int = 0
     action_ms: float = 0.05
     optimizer_ms: float = 2.0
+    deferred: float = 1.0
+    all_deferred: bool = False
     noise: float = 0.0
     classes: Mapping[str, str] = field(default_factory=dict)
 
@@ -95,6 +99,7 @@ class World:
                 num_samples=NUM_ROWS,
                 num_workers=self.num_workers,
                 num_cores=8,
+                deferred_shapes={(8, 8)} if self.all_deferred or self.deferred == 1.0 else frozenset(),
             )
             for rank in range(len(self.speeds))
         ]
@@ -107,6 +112,7 @@ class World:
             unit_classes=self.classes or {unit: unit.partition(".")[0] for unit in self.units},
             cut_again=best_cut,
             fixed_ms=self.action_ms,
+            product_weights={unit: [ProductWeight(f"{unit}.weight", (8, 8), 1e9)] for unit in self.units},
         )
         return Evidence.of(self.program, self.run(seed)[1], facts)
 
@@ -200,10 +206,11 @@ class _Run:
     def _duration(self, action: Action) -> float:
         rank = self._program.placement.rank_of_stage[action.stage]
         forward, backward_input, backward_weight = self._parts[action.stage]
+        late = backward_weight * self._world.deferred
         work = {
             ActionKind.F: forward,
-            ActionKind.I: backward_input,
-            ActionKind.W: backward_weight,
+            ActionKind.I: backward_input + backward_weight - late,
+            ActionKind.W: late,
             ActionKind.B: backward_input + backward_weight,
         }[action.kind]
         spread = 1.0 + self._noise.gauss(0.0, self._world.noise) if self._world.noise else 1.0

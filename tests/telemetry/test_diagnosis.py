@@ -104,6 +104,7 @@ def test_the_cause_is_named_first_and_every_override_brings_what_it_promises(nam
     check_promises(case.world, diagnosis)
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("name", CASES)
 def test_with_noise_the_cause_and_the_promises_are_the_same(name: str) -> None:
     case = CASES[name]
@@ -119,6 +120,23 @@ def test_of_a_good_pipeline_nothing_is_told(noise: float) -> None:
     assert diagnosis.is_explained
     assert not diagnosis.findings, diagnosis.text
     assert "no simulated change saves 3%" in diagnosis.text
+
+
+def test_weight_gradients_that_cannot_be_deferred_are_told_with_what_they_would_save() -> None:
+    world = replace(GOOD, num_microbatches=8, deferred=0.05)
+    first = diagnose(world.evidence()).findings[0]
+    assert first.cause == "weight_gradients"
+    # rank 0 of zb_h2 has nothing but B
+    named = "blocks.2.weight, blocks.3.weight, blocks.4.weight and 3 more (stages 1, 2, 3) are not deferred"
+    assert f"The weight gradients of {named}" in first.text
+    saved = world.run()[0] - replace(world, deferred=1.0).run()[0]
+    assert saved >= LEAST_REACHED * first.gain_ms > 0
+
+
+def test_work_of_backward_that_is_of_no_weight_is_not_taken_for_weight_gradients() -> None:
+    """Norms, activations and attention that take longer than their FLOPs say make I longer, and nothing can be done."""
+    world = replace(GOOD, num_microbatches=8, deferred=0.05, all_deferred=True)
+    assert "weight_gradients" not in [finding.cause for finding in diagnose(world.evidence()).findings]
 
 
 def test_a_slow_unit_is_not_taken_for_a_slow_rank() -> None:

@@ -15,7 +15,10 @@ from tensor_run import compare, outcome
 from torch import Tensor, nn
 
 from lightning_pp.runtime.compilation import CompiledUnits
+from lightning_pp.runtime.split_backward.deferral import collect_weight_gradients, weight_gradients_deferrable
+from lightning_pp.runtime.split_backward.queue import WeightGradientQueue
 from lightning_pp.tensor import TensorParallelUnits
+from lightning_pp.tensor.aside import FLOPS_PER_BYTE
 
 BY_DAY, OWN = ["block", "encoder_layer"], ["viewed", "gated", "decoder_layer", "multihead"]
 OF_TRANSFORMERS = ["llama", "llama-eager", "llama_one_key_head", "gpt2", "gpt2-eager", "vit", "phi3"]
@@ -47,18 +50,22 @@ def test_compiled_units(names: list[str], backend: str, sequence_parallel: bool,
             assert found["error"] < 1e-9, name
 
 
-def cut_unit(unit: nn.Module, x: Tensor) -> CompiledUnits:
-    """``unit`` on this rank's parts, to be compiled."""
-    model = nn.ModuleDict({"unit": unit})
+def cut_units(units: dict[str, nn.Module], x: Tensor) -> CompiledUnits:
+    """``units``, each of which takes such inputs as ``x``, on this rank's parts, to be compiled."""
     assert dist.group.WORLD is not None
-    units = TensorParallelUnits(model, {"unit": unit}, "auto", dist.group.WORLD)
-    units.observe("unit", (x,), {})
-    units.shard()
-    assert units.parts
+    cut = TensorParallelUnits(nn.ModuleDict(units), units, "auto", dist.group.WORLD)
+    for name in units:
+        cut.observe(name, (x,), {})
+    cut.shard()
+    assert cut.parts
     torch._dynamo.reset()
-    compiled = CompiledUnits({"unit": unit}, {"backend": "aot_eager"})
+    compiled = CompiledUnits(units, {"backend": "aot_eager"})
     compiled.attach()
     return compiled
+
+
+def cut_unit(unit: nn.Module, x: Tensor) -> CompiledUnits:
+    return cut_units({"unit": unit}, x)
 
 
 def two_layers(*between: nn.Module) -> nn.Module:
@@ -84,6 +91,36 @@ def difference_with_dropout() -> tuple[float, bool, dict[str, str]]:
 def test_dropout_on_parts_draws_what_one_device_draws(pool: WorkerPool) -> None:
     for difference, same_generators, uncompiled in pool.run(difference_with_dropout, process_group=True, timeout=120):
         assert difference < 1e-9 and same_generators and not uncompiled
+
+
+def without_gradients(flops_per_byte: float) -> tuple[list[int], float]:
+    """Matrices of two compiled units that have no gradient after I, and the largest error after W."""
+    units, x = {name: two_layers(nn.GELU()) for name in ("first", "second")}, torch.randn(4, 6, WIDTH).double()
+    alone = copy.deepcopy(units)
+    alone["second"](alone["first"](x)).sum().backward()
+    cut_units(units, x)
+    assert dist.group.WORLD is not None
+    FLOPS_PER_BYTE[dist.group.WORLD] = flops_per_byte
+    queue = WeightGradientQueue()
+    with weight_gradients_deferrable():
+        result = units["second"](units["first"](x.requires_grad_()))
+        with collect_weight_gradients(queue):
+            result.sum().backward()
+    matrices = {name: [unit[0].weight, unit[-1].weight] for name, unit in units.items()}
+    waiting = [sum(weight.grad is None for weight in matrices[name]) for name in matrices]
+    queue.run()
+    errors = []
+    for name, (up, down) in matrices.items():
+        for weight, whole, dim in ((up, alone[name][0].weight, 0), (down, alone[name][-1].weight, 1)):
+            wanted = whole.grad.chunk(2, dim)[dist.get_rank()]
+            errors.append((weight.grad - wanted).abs().max().item())
+    return waiting, max(errors)
+
+
+def test_weight_gradients_run_beside_sums_of_the_unit_before(pool: WorkerPool) -> None:
+    for rate, waiting in ((0.0, [2, 2]), (1e9, [2, 0])):
+        for found, error in pool.run(without_gradients, rate, process_group=True, timeout=120):
+            assert found == waiting and error < 1e-9
 
 
 class Branches(nn.Module):

@@ -21,6 +21,7 @@ from lightning_pp.callbacks.monitor.logger_outputs import LoggerOutputs
 from lightning_pp.callbacks.monitor.run_facts import known_peak_tflops, run_facts
 from lightning_pp.callbacks.monitor.timelines import write_timeline
 from lightning_pp.callbacks.pipeline import LoggedPipeline, pipeline_of
+from lightning_pp.callbacks.wandb_logger import PipelineWandbLogger
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.telemetry import Diagnosis, FitMeasurement, PipelineReport, RecordedStep, Timeline
 from lightning_pp.telemetry.metric_table import old_stage_metric
@@ -120,6 +121,9 @@ class PipelineMonitor(Callback):
                 self._bar = BarNumbers(trainer)
                 self._outputs = LoggerOutputs(trainer.loggers)
                 self._log_plan(pipeline, self._measurement, logged_step(trainer))
+            for logger in trainer.loggers:
+                if isinstance(logger, PipelineWandbLogger):
+                    logger.watch_this_node(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Starts the clock, the sanity check being over."""
@@ -225,6 +229,12 @@ class PipelineMonitor(Callback):
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.end()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Ends what loggers have begun on other nodes."""
+        for logger in trainer.loggers:
+            if isinstance(logger, PipelineWandbLogger):
+                logger.leave_node()
 
     def _log_plan(self, pipeline: LoggedPipeline, measurement: FitMeasurement, step: int) -> None:
         facts = pipeline.facts()

@@ -33,7 +33,9 @@ def write_timeline(
     logs = folder_of_logs(trainer)
     folder = Path(dirpath) if dirpath is not None else None if logs is None else logs / _FOLDER
     page = cache(partial(html_timeline, step))
-    texts = {"timeline.html": page, **({"timeline.json": partial(chrome_trace, step)} if with_trace else {})}
+    texts: dict[str, Callable[[], str]] = {"timeline.html": page}
+    if with_trace:
+        texts["timeline.json"] = partial(chrome_trace, step)
     if folder is not None:
         _attempt(f"the files in {folder}", partial(_write_files, folder, texts))
     for logger in trainer.loggers:

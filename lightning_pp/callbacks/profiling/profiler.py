@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch.distributed as dist
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
 from lightning_pp.callbacks.pipeline import set_label
-from lightning_pp.callbacks.run_folder import shared_folder, tell_unwritten
+from lightning_pp.callbacks.run_folder import check_ranks, is_chosen, shared_folder, tell_unwritten
 from lightning_pp.errors import ConfigurationError
 
 _FOLDER = "profiles"
 _RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+
+Label = Callable[[str], AbstractContextManager[Any]]
 
 
 class PipelineProfiler(Callback):
@@ -35,6 +38,9 @@ class PipelineProfiler(Callback):
     ui.perfetto.dev, TensorBoard's profiler and Holistic Trace Analysis open the files. Outside of windows the profiler
     costs no time. It works under every strategy; without a pipeline there are no actions to name.
 
+    ``nvtx=True`` writes no trace. Actions are NVTX ranges, and a window lasts from ``cudaProfilerStart`` to
+    ``cudaProfilerStop``, for ``nsys profile --capture-range=cudaProfilerApi``.
+
     Args:
         wait: Batches before a window's warm-up.
         warmup: Batches that warm the profiler up.
@@ -43,13 +49,14 @@ class PipelineProfiler(Callback):
         ranks: ``"all"``, or the numbers of the processes to profile.
         dirpath: Folder of the traces. None: ``profiles`` in the folder of the trainer's first logger that has one, else
             in ``default_root_dir``. Each host writes to its own folder, unless it is shared.
+        nvtx: Mark actions with NVTX ranges, for Nsight Systems, instead of writing a trace.
         record_shapes: Also record the shapes of operations' inputs.
         profile_memory: Also record allocations.
         with_stack: Also record lines of code.
 
     Raises:
-        ConfigurationError: A number is too small; ``ranks`` is neither ``"all"`` nor a list of existing ranks; or the
-            trainer has a ``PyTorchProfiler``, which allows no other profiler.
+        ConfigurationError: A number is too small; ``ranks`` is neither ``"all"`` nor a list of existing ranks; NVTX is
+            set without CUDA; or the trainer has a ``PyTorchProfiler``, which allows no other profiler.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class PipelineProfiler(Callback):
         *,
         ranks: Literal["all"] | Sequence[int] = "all",
         dirpath: str | Path | None = None,
+        nvtx: bool = False,
         record_shapes: bool = False,
         profile_memory: bool = False,
         with_stack: bool = False,
@@ -69,78 +77,138 @@ class PipelineProfiler(Callback):
             least = 1 if name == "active" else 0
             if number < least:
                 raise ConfigurationError(f"PipelineProfiler({name}={number}) must be at least {least}.")
-        _check_ranks(ranks)
+        check_ranks("PipelineProfiler", ranks)
         self.ranks = ranks
         self.dirpath = dirpath
+        self.nvtx = nvtx
         self._action_of_batch = schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
         self._options: dict[str, Any] = {
             "record_shapes": record_shapes,
             "profile_memory": profile_memory,
             "with_stack": with_stack,
         }
-        self._folder: Path | None = None
-        self._profile: profile | None = None
-        self._num_batches = 0
+        self._windows: _Windows | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Checks what is asked for, and finds the folder."""
+        self._windows = None
         if isinstance(trainer.profiler, PyTorchProfiler):  # type: ignore[attr-defined] # set by a connector
             raise ConfigurationError(
                 "PipelineProfiler cannot run beside Trainer(profiler='pytorch'), because torch runs one profiler at "
                 "a time. Leave out one of them."
             )
+        device = trainer.strategy.root_device
+        if self.nvtx and device.type != "cuda":
+            raise ConfigurationError(
+                "PipelineProfiler(nvtx=True) names actions for Nsight Systems, which records CUDA devices, but this "
+                f"run computes on {device.type}. Leave nvtx out."
+            )
         folder = shared_folder(trainer, self.dirpath, _FOLDER)
-        self._folder = folder if _is_chosen(self.ranks, trainer.global_rank) else None
+        if is_chosen("PipelineProfiler", self.ranks, trainer.global_rank):
+            if self.nvtx:
+                self._windows = _NvtxWindows(self._action_of_batch)
+            else:
+                self._windows = _TraceWindows(self._action_of_batch, folder, trainer.global_rank, device, self._options)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The sanity check is over, and the first batch comes."""
-        if self._folder is None:
-            return
-        self._num_batches = 0
-        activities = [ProfilerActivity.CPU]
-        if trainer.strategy.root_device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-
-        def write(found: profile) -> None:
-            self._write(found, trainer.global_rank)
-
-        self._profile = profile(
-            activities=activities, schedule=self._action_of_batch, on_trace_ready=write, **self._options
-        )
-        self._profile.start()
-        self._label(trainer)
+        if self._windows is not None:
+            self._windows.start()
+            self._label(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Begins or ends a window, if it is time."""
-        if self._profile is not None:
-            self._num_batches += 1
-            self._profile.step()
+        if self._windows is not None:
+            self._windows.next_batch()
             self._label(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes a window that the end of the fit has cut short."""
-        self._end(trainer)
+        self._end(trainer, writes=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Stops the profiler; writes nothing, since other ranks wait to be told."""
-        self._folder = None
-        self._end(trainer)
+        self._end(trainer, writes=False)
 
-    def _end(self, trainer: pl.Trainer) -> None:
-        running, self._profile = self._profile, None
-        if running is not None:
-            running.stop()
+    def _end(self, trainer: pl.Trainer, *, writes: bool) -> None:
+        windows, self._windows = self._windows, None
+        if windows is not None:
+            windows.stop(writes=writes)
             set_label(trainer, None)
 
     def _label(self, trainer: pl.Trainer) -> None:
-        """Names actions in a window."""
-        is_open = self._action_of_batch(self._num_batches) in _RECORDING
-        set_label(trainer, record_function if is_open else None)
+        assert self._windows is not None
+        set_label(trainer, self._windows.label if self._windows.is_open else None)
 
-    def _write(self, found: profile, rank: int) -> None:
-        if self._folder is None:
+
+class _Windows:
+    """Windows of batches, one after the other.
+
+    Args:
+        action_of_batch: What the profiler does in the batch of a number, as ``torch.profiler.schedule`` tells.
+    """
+
+    label: Label
+
+    def __init__(self, action_of_batch: Callable[[int], ProfilerAction]) -> None:
+        self._action_of_batch = action_of_batch
+        self._num_batches = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next batch is in a window."""
+        return self._action_of_batch(self._num_batches) in _RECORDING
+
+    def start(self) -> None:
+        """The first batch comes."""
+        raise NotImplementedError
+
+    def next_batch(self) -> None:
+        """A batch has ended."""
+        raise NotImplementedError
+
+    def stop(self, *, writes: bool) -> None:
+        """No batch comes any more."""
+        raise NotImplementedError
+
+
+class _TraceWindows(_Windows):
+    """Written as traces of torch's profiler."""
+
+    label = record_function
+
+    def __init__(
+        self,
+        action_of_batch: Callable[[int], ProfilerAction],
+        folder: Path,
+        rank: int,
+        device: torch.device,
+        options: dict[str, Any],
+    ) -> None:
+        super().__init__(action_of_batch)
+        self._folder = folder
+        self._rank = rank
+        self._writes = True
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, schedule=action_of_batch, on_trace_ready=self._write, **options)
+
+    def start(self) -> None:
+        self._profile.start()
+
+    def next_batch(self) -> None:
+        self._num_batches += 1
+        self._profile.step()
+
+    def stop(self, *, writes: bool) -> None:
+        self._writes = writes
+        self._profile.stop()
+
+    def _write(self, found: profile) -> None:
+        if not self._writes:
             return
-        path = self._folder / f"rank{rank:04d}.{self._num_batches:06d}.pt.trace.json.gz"
+        path = self._folder / f"rank{self._rank:04d}.{self._num_batches:06d}.pt.trace.json.gz"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             found.export_chrome_trace(str(path))
@@ -148,24 +216,29 @@ class PipelineProfiler(Callback):
             tell_unwritten(f"The profile {path}", error)
 
 
-def _check_ranks(ranks: object) -> None:
-    """Refuses what is neither ``"all"`` nor a list of numbers."""
-    if ranks == "all":
-        return
-    if not isinstance(ranks, (list, tuple)) or not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
-        raise ConfigurationError(
-            f"PipelineProfiler(ranks={ranks!r}) must be 'all', or a list of the numbers of processes: [0, 3]."
-        )
+class _NvtxWindows(_Windows):
+    """Seen by whoever watches the process from outside."""
 
+    label = torch.cuda.nvtx.range
 
-def _is_chosen(ranks: str | Sequence[int], rank: int) -> bool:
-    """Whether a process is among ``ranks``, each of which has to exist."""
-    if isinstance(ranks, str):
-        return True
-    num_processes = dist.get_world_size() if dist.is_initialized() else 1
-    if max(ranks) >= num_processes:
-        raise ConfigurationError(
-            f"PipelineProfiler(ranks={list(ranks)}) names process {max(ranks)}, and the run has {num_processes}, "
-            "counted from 0."
-        )
-    return rank in ranks
+    def start(self) -> None:
+        self._was_open = False
+        self._follow(self.is_open)
+
+    def next_batch(self) -> None:
+        was_last = self._action_of_batch(self._num_batches) is ProfilerAction.RECORD_AND_SAVE
+        self._num_batches += 1
+        if was_last:
+            self._follow(False)
+        self._follow(self.is_open)
+
+    def stop(self, *, writes: bool) -> None:
+        self._follow(False)
+
+    def _follow(self, is_open: bool) -> None:
+        if is_open and not self._was_open:
+            torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+        elif self._was_open and not is_open:
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+        self._was_open = is_open

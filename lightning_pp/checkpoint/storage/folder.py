@@ -19,12 +19,15 @@ import ctypes
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch.distributed.checkpoint.metadata import Metadata
 from upath import UPath
 
 from lightning_pp.checkpoint.storage.location import Location, is_file, locate, sizes_of_files
 from lightning_pp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 TRAINER_STATE_FILENAME = "meta.pt"
 TABLE_FILENAME = ".metadata"
@@ -53,22 +56,22 @@ def staging_path(path: Path) -> Path:
 def begin(path: Path) -> None:
     """On the root: make an empty staging folder for ``path``."""
     recover(path)
-    remove(staging_path(path))
+    _remove(staging_path(path))
     staging_path(path).mkdir(parents=True)
 
 
 def commit(path: Path) -> None:
     """On the root: put the staged folder in its place."""
     staged, previous = staging_path(path), _previous_path(path)
-    remove(previous)
+    _remove(previous)
     if not os.path.lexists(path):
         staged.rename(path)
     elif not _swap(staged, path):
         path.rename(previous)
         staged.rename(path)
     _sync(path.parent)
-    remove(previous)
-    remove(staged)
+    _remove(previous)
+    _remove(staged)
 
 
 def abandon(path: Path) -> None:
@@ -146,8 +149,7 @@ def _previous_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.previous")
 
 
-def remove(path: Path) -> None:
-    """Remove a file, a link or a folder, if it is there."""
+def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -14,14 +14,17 @@ from __future__ import annotations
 import logging
 import pickle
 import re
+from typing import TYPE_CHECKING
 
-from torch.distributed.checkpoint.metadata import Metadata
 from upath import UPath
 
 from lightning_pp.checkpoint.storage.checksums import sealed
 from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME, TRAINER_STATE_FILENAME, sizes_needed
 from lightning_pp.checkpoint.storage.location import Location, is_file, naming, put, sizes_of_files
 from lightning_pp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 _WRITTEN_BY_SAVES = re.compile(r"[0-9a-f-]{36}__\d+_\d+\.distcp|meta-[0-9a-f-]{36}\.pt|__\d+_\d+\.distcp")
 _log = logging.getLogger(__name__)

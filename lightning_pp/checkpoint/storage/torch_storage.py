@@ -51,7 +51,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from upath import UPath
 
-from lightning_pp.checkpoint._torch_private import FsspecFiles, tree_leaves
+from lightning_pp.checkpoint._torch_private import fsspec_files, tree_leaves
 from lightning_pp.checkpoint.storage.checksums import View, check_archive, sealed, unsealed
 from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME
 from lightning_pp.checkpoint.storage.location import Location, is_remote, naming
@@ -287,7 +287,7 @@ class RemoteWriter(TyingWriter):
 
     def __init__(self, path: UPath, tied: Mapping[KeyPath, KeyPath], order: Sequence[KeyPath] = ()) -> None:
         super().__init__(Path(), tied, order)
-        self.fs = FsspecFiles()
+        self.fs = fsspec_files()()
         self.path = self.fs.init_path(str(path))
         self.sync_files = False
         self.table = Metadata({})
@@ -297,13 +297,10 @@ class RemoteWriter(TyingWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        def named_by_save(prefix: Any) -> Any:
-            return dataclasses.replace(prefix, prefix=f"{self.save_id}{prefix.prefix}")
-
-        return [
-            dataclasses.replace(plan, storage_data=named_by_save(plan.storage_data))
-            for plan in super().prepare_global_plan(plans)
-        ]
+        plans = super().prepare_global_plan(plans)
+        prefixes: list[Any] = [plan.storage_data for plan in plans]
+        named = [dataclasses.replace(each, prefix=f"{self.save_id}{each.prefix}") for each in prefixes]
+        return [dataclasses.replace(plan, storage_data=each) for plan, each in zip(plans, named, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         with naming(self._folder, "written"):
@@ -428,7 +425,7 @@ class _Piece(io.BytesIO):
         return super().tell() + self._offset
 
 
-class _Pieces(FsspecFiles):  # type: ignore[misc]
+class _Pieces(fsspec_files()):  # type: ignore[misc]
     """Opens files of which one piece has been fetched: one request for a tensor, and no more of the file than that."""
 
     def __init__(self, filesystem: AbstractFileSystem) -> None:

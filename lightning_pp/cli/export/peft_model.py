@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from lightning_pp.checkpoint.export import Weights
 from lightning_pp.checkpoint.ownership.catalog import enumerate_names
 from lightning_pp.checkpoint.reading.stored_tensor import StoredTensor
 from lightning_pp.checkpoint.storage.location import Location
@@ -56,7 +55,7 @@ class PeftCheckpoint:
         self.is_wrapped = hasattr(model, "get_base_model")
         self.base = model.get_base_model() if self.is_wrapped else model
 
-    def adapter_weights(self, dtype: torch.dtype | None) -> Weights:
+    def adapter_weights(self, dtype: torch.dtype | None) -> PeftWeights:
         """The adapter's tensors under the names that ``PeftModel.from_pretrained`` reads.
 
         Args:
@@ -77,7 +76,7 @@ class PeftCheckpoint:
                 f"{enumerate_names(others)}. Write the whole model: --merge"
             )
         left_out = [name for name, tensor in self.tensors.items() if id(tensor) not in taken]
-        return Weights(found, left_out=left_out, dtype=dtype)
+        return PeftWeights(found, left_out, dtype)
 
     def _adapter_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         from peft import get_peft_model_state_dict
@@ -101,7 +100,7 @@ class PeftCheckpoint:
         """Where the adapter's base model is, as far as it knows."""
         return self.config.base_model_name_or_path or getattr(self.base, "name_or_path", None) or None
 
-    def merged_weights(self, dtype: torch.dtype | None) -> Weights:
+    def merged_weights(self, dtype: torch.dtype | None) -> PeftWeights:
         """The base model's tensors with the adapter added by PEFT, under the base model's names; all are in memory.
 
         Args:
@@ -135,7 +134,35 @@ class PeftCheckpoint:
                     f"the adapter changes {name} or {kept}, which are tied in {type(fresh).__name__}, so a merge would "
                     "change both. Write the adapter alone (without --merge), or train with tie_word_embeddings=false"
                 )
-        return Weights({name: tensor for name, tensor in merged.items() if name not in tied}, tied, dtype=dtype)
+        weights = PeftWeights({name: tensor for name, tensor in merged.items() if name not in tied}, [], dtype)
+        weights.tied = tied
+        return weights
+
+
+class PeftWeights:
+    """Tensors of a model of PEFT to write, by name; see :class:`lightning_pp.checkpoint.export.ToWrite`.
+
+    Args:
+        tensors: By the names to write.
+        left_out: Names in the checkpoint that are not written.
+        dtype: What floating point tensors are cast to; None leaves them.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], left_out: list[str], dtype: torch.dtype | None) -> None:
+        self._tensors = tensors
+        self._dtype = dtype
+        self.names = {name: name for name in tensors}
+        self.tied: dict[str, str] = {}
+        self.left_out = left_out
+
+    def specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what is written."""
+        return {name: (tuple(tensor.shape), _cast(tensor, self._dtype)) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor, whole and cast."""
+        tensor = _real(self._tensors[name])
+        return tensor.detach().to(_cast(tensor, self._dtype)).contiguous()
 
 
 def _tied(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -150,3 +177,7 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.read() if isinstance(tensor, StoredTensor) else tensor
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

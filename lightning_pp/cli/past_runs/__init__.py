@@ -1,1 +1,1 @@
-"""``lightning-pp-report``: a run that has ended, shown again."""
+"""``lightning-pp-report``: runs that have ended, shown again and compared."""

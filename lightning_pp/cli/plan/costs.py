@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from lightning_pp.cli.plan.links import about_links, name_of_device
@@ -288,16 +289,8 @@ class Costs:
 
 def scaled(costs: StageCosts, factor: float) -> StageCosts:
     """``costs`` with the times of F, I and W multiplied."""
-
-    def times(value: float | Sequence[float]) -> float | tuple[float, ...]:
-        return value * factor if isinstance(value, (int, float)) else tuple(number * factor for number in value)
-
-    return replace(
-        costs,
-        forward=times(costs.forward),
-        backward_input=times(costs.backward_input),
-        backward_weight=times(costs.backward_weight),
-    )
+    names = "forward", "backward_input", "backward_weight"
+    return replace(costs, **{name: np.multiply(getattr(costs, name), factor).tolist() for name in names})
 
 
 def check_costs_file(path: str | None) -> None:

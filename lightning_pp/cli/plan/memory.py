@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Schedule, StageCosts
-from lightning_pp.schedule.simulation.memory import held_after_each
+from lightning_pp.schedule.simulation.memory import held_after_each, peaks_of
 from lightning_pp.split.memory.estimate import MemoryEstimate
 
 
@@ -92,6 +92,17 @@ class PlanMemory:
             )
             for rank in estimate.ranks
         ]
+
+    def microbatches(self, split: SplitModel, schedule: Schedule) -> tuple[float, ...]:
+        """The most microbatches on each rank that have begun F and not ended their backward, at a time.
+
+        On one of two stages a microbatch counts half. What of it waits on the host does not count.
+        """
+        stages = self._estimate(split).stages if schedule.offloads else ()
+        on_host = [stage.offloadable_bytes / max(1, stage.held_after_forward_bytes) for stage in stages]
+        peaks = peaks_of(schedule, StageCosts(0.0, 0.0, 0.0, held_on_host=on_host or 0.0))
+        own = map(schedule.placement.stages_of_rank, range(len(peaks)))
+        return tuple(peak / len(stages) for peak, stages in zip(peaks, own, strict=True))
 
     def room(self, split: SplitModel, limit_bytes: float) -> list[float]:
         """What is left for activations on each rank of a limit; negative where nothing is."""

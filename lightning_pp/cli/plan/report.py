@@ -306,8 +306,8 @@ def schedule_table(plan: Plan) -> Table:
         title=f"Schedules; times {plan.costs.about}",
         caption=(
             "step: one step alone. In a row: one of many steps, each rank starting the next when it is done (the "
-            "bubble is for this). Microbatches: the most activations that a rank holds, counted in microbatches. Sent: "
-            "between ranks for a microbatch, both ways."
+            "bubble is for this). Microbatches: the most of a rank at a time, from F to the end of their backward; on "
+            "one of two stages one counts half. Sent: between ranks for a microbatch, both ways."
         ),
         title_justify="left",
         caption_justify="left",

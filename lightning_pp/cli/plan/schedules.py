@@ -59,7 +59,7 @@ class PlannedSchedule:
         time_in_a_row: Of a step in a row of steps: the longest span of a rank, where steps overlap.
         bubble_fraction: ``1 - work / time_in_a_row``, the zero-bubble papers' definition.
         rank_bubbles: ``1 - work / span`` of each rank.
-        peak_microbatches: The most that microbatches hold on each rank, in what one holds on all its stages after F.
+        peak_microbatches: The most on each rank at a time, as :meth:`PlanMemory.microbatches` counts them.
         memory: What each rank holds.
         fits: Whether that is within the limit.
         without: With ``whole_batch_loss``, the same schedule on the same cut without it; else None.
@@ -244,7 +244,7 @@ class Planner:
         limits = self._search_limits(source, cut, counts) if source.is_searched else None
         schedule = source.program(cut.split.placement, self._num_microbatches, cut.costs, limits)
         simulation = schedule.simulate(cut.costs)
-        time_in_a_row = source.step_time(schedule, cut.costs)
+        time_in_a_row = max(simulation.span_ms)
         memory = tuple(counts.ranks(cut.split, schedule))
         return PlannedSchedule(
             source,
@@ -254,7 +254,7 @@ class Planner:
             time_in_a_row,
             float(BubbleFraction(simulation.work_ms, [time_in_a_row] * len(simulation.work_ms))),
             simulation.bubble_fraction.per_rank,
-            _in_microbatches(schedule, cut.costs, simulation.peak_memory),
+            counts.microbatches(cut.split, schedule),
             memory,
             self._limit is None or max(rank.peak for rank in memory) <= self._limit,
         )
@@ -280,16 +280,6 @@ class Planner:
         # without any room the search has nothing to keep to: what it finds is over the limit, and is told to be
         has_room = all(left >= need for left, need in zip(room, needed, strict=True))
         return [min(pair) for pair in zip(limits, room, strict=True)] if has_room else limits
-
-
-def _in_microbatches(schedule: Schedule, costs: StageCosts, peaks: Sequence[float]) -> tuple[float, ...]:
-    placement = schedule.placement
-    held = costs.per_stage(placement.num_stages).held_after_forward
-    one = [sum(held[stage] for stage in placement.stages_of_rank(rank)) for rank in range(placement.num_ranks)]
-    if all(one) and not schedule.whole_batch_loss:  # where all are held, bytes after I would say more than there are
-        return tuple(peak / whole for peak, whole in zip(peaks, one, strict=True))
-    counted = schedule.simulate(StageCosts(0.0, 0.0, 0.0)).peak_memory  # nothing is held: each counts as one
-    return tuple(peak / len(placement.stages_of_rank(rank)) for rank, peak in enumerate(counted))
 
 
 def smallest_need(planned: Iterable[PlannedSchedule]) -> PlannedSchedule | None:

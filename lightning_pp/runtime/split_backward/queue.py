@@ -13,7 +13,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +42,11 @@ class WeightGradientQueue:
     the queue can serve another microbatch.
 
     Attributes:
+        watched: While it is a set, every W of the process adds the shapes of the parameters that it is for.
         is_for_w: Whether a W follows. If not (a B), :meth:`run_some` keeps no more than the next call can use.
     """
 
+    watched: ClassVar[set[torch.Size] | None] = None
     __slots__ = ("_entries", "_is_owing", "_modules", "_num_collecting", "is_for_w")
 
     def __init__(self) -> None:
@@ -115,6 +117,8 @@ class WeightGradientQueue:
                 "no weight gradients to run: each W runs once, after its I, and this queue has collected no backward "
                 "since it was made, run or cleared (a backward that raises clears it)"
             )
+        if (watched := WeightGradientQueue.watched) is not None:
+            watched.update(parameter.shape for parameter in self.parameters())
         entries, modules = self._entries, self._modules
         self.clear()
         if on_complete is None and entries:
@@ -137,6 +141,8 @@ class WeightGradientQueue:
         number = bisect(middles, flops if self.is_for_w else max(flops, sum(costs) - flops))
         some, self._entries = self._entries[:number], self._entries[number:]
         if some:
+            if (watched := WeightGradientQueue.watched) is not None:
+                watched.update(_parameter_of(entry[1]).shape for entry in some)
             _add_all(some)
 
     def clear(self) -> None:

@@ -112,15 +112,17 @@ def clip_by_norm_(
     makes gradients NaN or zero, as ``torch.nn.utils.clip_grad_norm_(error_if_nonfinite=False)`` does.
     """
     parameters = list(parameters)
+    by_kind = _by_kind(_local_gradients(parameter for parameter, _ in parameters))  # before other ranks are waited for
     total = global_norm(parameters, group=group, mesh=mesh, norm_type=norm_type)
     if note is not None:
         note(total)
     coefficient = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
-    gradients = _local_gradients(parameter for parameter, _ in parameters)
-    for device_gradients in _by_kind(gradients):
+    if coefficient.is_cpu and float(coefficient) == 1.0:
+        return total
+    for gradients in by_kind:
         # a tensor as the factor: no device waits for the host to read the norm
-        factor = coefficient.to(device_gradients[0].device, device_gradients[0].dtype)
-        multiply_all_(device_gradients, factor)
+        factor = coefficient.to(gradients[0].device, gradients[0].dtype)
+        multiply_all_(gradients, factor)
     return total
 
 

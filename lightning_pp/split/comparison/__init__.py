@@ -1,1 +1,1 @@
-"""Whether parts of a batch give what the whole gives."""
+"""Whether a step computes the same for parts of a batch as for the whole."""

@@ -30,7 +30,7 @@ class AuxiliaryLosses:
     """Runs the functions of a part of a batch between units, with auxiliary losses of the whole.
 
     An auxiliary loss is a floating-point value without rows that differs between the part and the whole, and that a
-    unit gives, or that is a product of two such values which code between units makes.
+    unit returns, or that is a product of two such values which code between units makes.
 
     Args:
         whole: The calls of the same functions in the run on the whole.

@@ -37,7 +37,7 @@ class Draws:
     def around(
         self, stage: int | None, part: tuple[float, float] | None = None, *, is_end: bool = False
     ) -> OperationsMode:
-        """Around the step on one stage: notes what is drawn for the whole, or gives a part its rows of that.
+        """Around the step on one stage: notes what is drawn for the whole, or hands a part its rows of that.
 
         Args:
             stage: The stage; None for a rehearsal, in which no unit runs.

@@ -36,7 +36,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class BatchPart:
-    """One microbatch as a ``split_batch`` function gives it.
+    """One microbatch as a ``split_batch`` function returns it.
 
     Attributes:
         data: What the step is called with.
@@ -182,6 +182,23 @@ def dims_of_samples(batch: Any, batch_dim: BatchDim) -> dict[int, int]:
             )
         dims[id(named[0])] = dim % len(shape)
     return dims
+
+
+def other_dims(batch: Any, batch_dim: BatchDim) -> str:
+    """What to do where samples lie along another dimension than 0; empty if no other has as many entries."""
+    number, named = batch_size_of(batch, batch_dim), dims_of_samples(batch, batch_dim)
+    texts, found = [], []
+    for place, tensor in placed_tensors(batch).items():
+        dims = [str(dim) for dim, size in enumerate(tensor.shape) if dim > 0 and size == number]
+        if dims and id(tensor) not in named:
+            texts.append(f"{place}, of shape {tuple(tensor.shape)},")
+            found.append(f"{path_of(place)!r}: {' or '.join(dims)}")
+    if not texts:
+        return ""
+    return (
+        f" If the samples of {' and of '.join(texts)} lie along another dimension than 0, give "
+        f"PipelineParallelStrategy(batch_dim={{{', '.join(found)}}})."
+    )
 
 
 def split_batch(batch: Any, num_microbatches: int, batch_dim: BatchDim = None) -> list[Microbatch]:

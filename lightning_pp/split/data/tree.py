@@ -104,7 +104,7 @@ def entries_of(tree: Any, place: str, _around: tuple[int, ...] = ()) -> Iterator
     """
     if id(tree) in _around:
         return
-    children = _named_children(tree)
+    children = named_children(tree)
     if children is None:
         yield place, tree
     for name, child in children or ():
@@ -116,7 +116,7 @@ def path_of(place: str) -> str:
     return re.sub(r"\['([^']*)'\]", r".\1", place.removeprefix("batch")).lstrip(".") or place
 
 
-def _named_children(tree: Any) -> list[tuple[str, Any]] | None:
+def named_children(tree: Any) -> list[tuple[str, Any]] | None:
     """What is directly in ``tree``, with what leads there; None for a leaf."""
     if isinstance(tree, (Tensor, str, bytes, int, float, complex, type(None), type)):
         return None
@@ -145,7 +145,11 @@ def own_containers(tree: Any) -> Any:
 
 def own_copy(tree: Any) -> Any:
     """As :func:`own_containers`, with memory of its own for every tensor and array."""
-    return _own(tree, _clone, {})
+
+    def copied(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) else copy.copy(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+    return _own(tree, copied, {})
 
 
 def _own(tree: Any, on_leaf: Callable[[Any], Any], known: dict[int, Any]) -> Any:
@@ -182,10 +186,6 @@ def _own_object(instance: Any, of_child: Callable[[Any], Any], known: dict[int, 
             if child is not value:
                 object.__setattr__(own, name, child)
     return own
-
-
-def _clone(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else copy.copy(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def places_written(before: Any, after: Any) -> list[str]:

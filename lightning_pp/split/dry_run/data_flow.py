@@ -238,7 +238,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         return found | self._written[storage] if storage in self._written else found
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Records that Python looks at the content of ``tensor``, and gives it something to see."""
+        """Records that Python looks at the content of ``tensor``, and returns something for it to see."""
         self._note(self.sources_of(tensor))
         if self.call is None:
             self.value_reads.append(ValueRead(user_line(), self.origins_of(tensor), self.num_calls))
@@ -335,7 +335,10 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
             return self.read(args[0]).item()
         self.weights_of_float32_norms |= weights_of_float32_norm(func, inputs, self._weights_of)
         given = (args, kwargs)
-        result = self._run(func, args, kwargs, sources)
+        there = [tensor for tensor in inputs if not is_fake(tensor)]
+        is_plain = any_fake and self._made_up is None and not any(map(self._reads_as_fake, there))
+        known = self._fake_mode.known(func, args, kwargs) if is_plain else NotImplemented
+        result = self._run(func, args, kwargs, sources) if known is NotImplemented else known
         flops = self._count_work(func, args, kwargs, result, inputs)
         self.drawn_values.note(drawn, result)
         self._note_product(func, args, result)

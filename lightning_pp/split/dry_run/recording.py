@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from operator import is_not
 from typing import Any
 
@@ -252,7 +252,7 @@ class DryRun:
         self.record.reads_progress = True
 
     def _on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs one unit on fakes and records it; a head that is cut into parts gives logits that nobody computes."""
+        """Runs one unit on fakes and records it; a head that is cut into parts returns logits that nobody computes."""
         if unit in self._heads:
             found = (self._flow.sources_of(tensor) for tensor in tensors_of((args, kwargs)))
             sources = frozenset(map(Parameter, self._own_parameters[unit])).union(*found)
@@ -307,11 +307,12 @@ class DryRun:
         flow = self._flow
         passed_on = _Arguments(args, kwargs)
         side_effects = SideEffectWatch(self._units[call.unit], args, kwargs)
+        has_own, computing = not isinstance(self._units[call.unit], HeadPart), self._fake_parameters.computing
         while True:
             flow.call, flow.own_parameters = call, self._own_parameters[call.unit]
             try:
                 num_regions = self._regions.num_regions
-                with self._computing(call.unit):
+                with computing(call.unit, self._note_computing_fake) if has_own else nullcontext():
                     result = self._run(call, lambda: original(*args, **kwargs), side_effects)
                 call.num_regions_inside = self._regions.num_regions - num_regions
                 flow.need(leaf for leaf in tensors_of(result) if passed_on.position_of(leaf) is None)
@@ -323,12 +324,6 @@ class DryRun:
             except ChangingHookError as error:
                 self._part_of_units.append(error.hook)
                 flow.reads = reads
-
-    def _computing(self, unit: str) -> AbstractContextManager[None]:
-        """Within, the parameters of ``unit`` have the dtype of computation; a part of a head has none of its own."""
-        if isinstance(self._units[unit], HeadPart):
-            return nullcontext()
-        return self._fake_parameters.computing(unit, self._note_computing_fake)
 
     def _on_operation(self, number: int, place: OperationPlace, given: list[Tensor], result: Tensor) -> Tensor:
         """Has the result of an operation between units, if another stage could receive it, stand for its sources."""

@@ -112,7 +112,7 @@ class _Gradients:
         self._markers: dict[Value, Any] = {}
 
     def marked(self, call: UnitCall, value: Value, fake: Any) -> Any:
-        """``fake`` with an autograd node of its own, where the unit gives a tensor that requires a gradient."""
+        """``fake`` with an autograd node of its own, where the unit returns a tensor that requires a gradient."""
         leaf = call.leaf(value.leaf)
         if leaf.spec is None or not leaf.requires_grad or not torch.is_grad_enabled():
             return fake

@@ -64,7 +64,7 @@ def dry_run(
             it.
         policy: What units save that are run again in backward, for the memory in the record.
         earlier: A dry run of the step on fewer samples; see :class:`ReductionRecorder`.
-        may_fail: Whether an exception of the user's code gives the record up to there, with its ``failure``.
+        may_fail: Whether the record up to an exception of the user's code is returned, with its ``failure``.
 
     Raises:
         SplitError: The step looks at a weight-dependent value before its last unit call, or the outputs of a unit have

@@ -130,6 +130,10 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         finally:
             self._makes_up = before
 
+    def known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What ``func`` gives, without torch's way to a mode; ``NotImplemented`` where it has not run like this yet."""
+        return NotImplemented if self._refuses_edits else self._known.result_of(func, args, kwargs)
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:

@@ -8,7 +8,7 @@ Whatever is unusual is left to torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,23 +67,24 @@ class _Layout:
 
 _FIRST_ARGUMENT = object()
 """In the place of layouts: the operation edits its first argument in place, and gives that."""
+# a layout, a list or tuple of them, or _FIRST_ARGUMENT; None: a result that cannot be made anew
+_RESULTS: dict[Hashable, Any] = {}  # of all modes: each recording of a model has its own
 
 
 class KnownResults:
-    """Remembers what operations gave on the fakes of one mode."""
+    """Remembers what operations gave on fakes, and makes it anew for one mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        # a layout, a list or tuple of them, or _FIRST_ARGUMENT; None: a result that cannot be made anew
-        self._results: dict[Hashable, Any] = {}
+        self._results = _RESULTS
 
-    def result_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[[], Any]) -> Any:
-        """What ``run``, which runs the operation ``func``, gives: made anew if that is known."""
+    def result_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], run: Any = None) -> Any:
+        """What ``func`` gives, made anew if it is known; else what ``run`` gives, or ``NotImplemented`` without one."""
         key = self._key(func, args, kwargs)
         known = None if key is None else self._results.get(key)
         if known is None:
-            given = run()
-            if key is not None and key not in self._results:
+            given = NotImplemented if run is None else run()
+            if key is not None and key not in self._results and given is not NotImplemented:
                 self._add(key, func, args, kwargs, given)
             return given
         if known is _FIRST_ARGUMENT:

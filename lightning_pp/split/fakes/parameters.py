@@ -65,6 +65,8 @@ class FakeParameters:
         self.module = module
         self.device = device
         self.mode = FakeValueMode()
+        with self.mode:  # from here on torch makes fakes of devices that this machine has not
+            pass
         # every name that a parameter has, in registration order, tied names included
         self.names: dict[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
         self.canonical_names: dict[str, str] = {}
@@ -88,6 +90,10 @@ class FakeParameters:
         with self.mode:
             return torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
 
+    def _empty(self, like: Tensor, dtype: torch.dtype | None) -> FakeTensor:
+        meta = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")
+        return FakeTensor(self.mode, meta, self.device)
+
     def name_of_original(self, parameter: Tensor) -> str | None:
         """The canonical name of a parameter that the module had when this was made; None for any other tensor."""
         name: str | None = self._originals.get(parameter)
@@ -98,9 +104,7 @@ class FakeParameters:
         canonical = self.canonical_names[name]
         if canonical not in self._fakes:
             real = self.names[canonical]
-            with self.mode:
-                empty = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=self.device)
-            self._fakes[canonical] = nn.Parameter(empty, requires_grad=real.requires_grad)
+            self._fakes[canonical] = nn.Parameter(self._empty(real, real.dtype), requires_grad=real.requires_grad)
         return self._fakes[canonical]
 
     def named_fakes(self) -> dict[str, nn.Parameter]:
@@ -185,9 +189,7 @@ class FakeParameters:
     def _computing_fake(self, canonical: str, like: nn.Parameter) -> nn.Parameter:
         if canonical not in self._computing_fakes:
             with without_dispatch_modes():  # of a dry run, which follow every operation
-                with self.mode:
-                    empty = torch.empty_strided(like.shape, like.stride(), dtype=self.compute_dtype, device=self.device)
-                self._computing_fakes[canonical] = nn.Parameter(empty)
+                self._computing_fakes[canonical] = nn.Parameter(self._empty(like, self.compute_dtype))
         fake = self._computing_fakes[canonical]
         fake.requires_grad_(like.requires_grad)
         return fake

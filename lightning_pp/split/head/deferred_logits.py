@@ -240,7 +240,7 @@ def _viewed(given: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Tensor 
 
 
 def _is_plain_index(index: Any) -> bool:
-    """Whether it gives a view: numbers, slices, None and dots."""
+    """Whether indexing by it returns a view: numbers, slices, None and dots."""
     entries = index if isinstance(index, tuple) else (index,)
     return all(entry is None or entry is ... or type(entry) in (int, slice) for entry in entries)
 

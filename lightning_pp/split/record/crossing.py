@@ -74,7 +74,7 @@ def _cost(record: StepRecord, value: Value) -> int:
 
 def _outputs_of_units(record: StepRecord, stage_of_call: Sequence[int], num_stages: int) -> Crossing:
     """What crosses if each stage gets all outputs of units that anything there depends on."""
-    # code between calls runs for real on the stages of the calls that need what it gives; the tail on the last stage
+    # code between calls runs for real on the stages of the calls that need its results; the tail on the last stage
     received: list[set[Value]] = [set() for _ in range(num_stages)]
     for reads, stage in _readers(record, stage_of_call, num_stages):
         received[stage] |= {value for value in reads.values if stage_of_call[value.call] != stage}

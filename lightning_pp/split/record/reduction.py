@@ -104,6 +104,6 @@ class Reduction:
 
     @property
     def is_integer(self) -> bool:
-        """Whether it gives integers of the batch, which code may use as places and sizes."""
+        """Whether it returns integers of the batch, which code may use as places and sizes."""
         value = self.value
         return value is not None and not value.is_floating_point() and value.dtype != torch.bool

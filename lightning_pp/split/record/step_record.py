@@ -198,7 +198,7 @@ class Operation:
         reads: The values that it was computed from, with no other value in between.
         origins: The unit outputs that it was computed from, by way of whatever lies between.
         parameters: Names of the parameters that were used on this way.
-        result: What it gives.
+        result: What it returns.
         memory: What the code from ``reads`` to the result keeps for its backward.
         can_cross: Whether that is as it was when the code after it uses it.
     """

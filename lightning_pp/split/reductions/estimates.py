@@ -86,7 +86,7 @@ def _bends(kind: Kind | None, function: Any, given: Sequence[Tensor], of_samples
     if kind is Kind.QUOTIENT:
         divisors = of_samples[:1] if function.__name__ in REVERSED else of_samples[1:]
         return any(divisors)
-    # a guard that does not act (a clamp, nan_to_num) gives what it was given
+    # a guard that does not act (a clamp, nan_to_num) returns what it was given
     return not any(
         isinstance(result, Tensor) and value.shape == result.shape and torch.equal(value.detach(), result.detach())
         for value in given

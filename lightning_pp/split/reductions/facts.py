@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_pp.split.record.reduction import Kind, Place, Reduction, Shape, Site
+from lightning_pp.split.record.reduction import Kind, Place, Reduction, Site
 
 Name = tuple[Any, ...]
 """A place as other processes know it."""
@@ -145,8 +145,9 @@ def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_s
     if has_dynamic_shapes:
         degrees = tuple(None if degree == 1 and float(number).is_integer() else degree
                         for degree, number in zip(degrees, small.numbers, strict=False))  # fmt: skip
-    if over_rows and small.is_mean and large is not None and not _in_ratio(small.given, large.given, ratio):
-        has_dynamic_shapes = True
+    if over_rows and small.is_mean and large is not None:
+        pairs = zip(small.given, large.given, strict=False)  # what grows has as many elements for each sample
+        has_dynamic_shapes |= not all(math.isclose(math.prod(b), ratio * math.prod(a)) for a, b in pairs if a != b)
     made_of_batch = over_rows and not small.depends_on_weights and small.kind not in _ARITHMETIC
     is_counted = made_of_batch or (
         over_rows and small.is_mean and small.is_countable and (small.is_counted or has_dynamic_shapes)
@@ -162,11 +163,6 @@ def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_s
         degrees,
         is_looped and small.kind is Kind.ADDITION and small.result == (),
     )
-
-
-def _in_ratio(small: Sequence[Shape], large: Sequence[Shape], ratio: float) -> bool:
-    """Whether what grows does so as the number of samples: there are as many elements for each."""
-    return all(math.isclose(math.prod(b), ratio * math.prod(a)) for a, b in zip(small, large, strict=False) if a != b)
 
 
 def _degree(small: float, large: float, ratio: float) -> float | None:

@@ -32,7 +32,7 @@ class Made(NamedTuple):
     """A value that functions of torch make of a batch.
 
     Attributes:
-        function: What gives it; None where it is a leaf of the batch.
+        function: What returns it; None where it is a leaf of the batch.
         args: What that is given, with a :class:`Made` for each tensor; of a leaf, its number.
         kwargs: The same by keyword.
         entry: Which of several results it is.
@@ -45,13 +45,13 @@ class Made(NamedTuple):
 
 
 Trace = Mapping[Place, Made]
-"""What gives the count at each place."""
+"""How the count at each place is computed."""
 
 
 class CountTrace(OutsideUnits):
     """Within, a rehearsal's functions are followed from the batch on; goes inside of what counts.
 
-    A value is known if it is a tensor of the batch, or what a function that gives the same for the same arguments has
+    A value is known if it is a tensor of the batch, or what a function that returns the same for the same arguments has
     made of known values and constants, or has written them into. What shares memory with a tensor that is written into
     is not known any more.
 

@@ -23,7 +23,7 @@ def _of_cuda(device: torch.device) -> Sequence[torch.Generator]:
 _seeds: set[int] = set()  # that a step has had so far
 
 OF_DEVICES: dict[str, Callable[[torch.device], Sequence[torch.Generator]]] = {"cuda": _of_cuda}
-"""For each kind of device that has generators of its own, what gives those of one device."""
+"""For each kind of device that has generators of its own, a function that returns those of one device."""
 
 
 def torch_generators(device: torch.device) -> list[torch.Generator]:

@@ -36,11 +36,6 @@ class Region:
     num_functions: int = 0
     received: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
 
-    @property
-    def ran_all(self) -> bool:
-        """Whether all of it ran as the user wrote it, and nobody looked."""
-        return not self.num_functions and all(given is RAN for given in self.calls)
-
 
 _never_runs_again = False
 
@@ -126,7 +121,7 @@ class CheckpointedRegions:
             def run_again(*inputs: Any, **named_inputs: Any) -> Any:
                 if _never_runs_again:
                     raise NotRunAgainError
-                if region.ran_all:
+                if not region.num_functions and all(given is RAN for given in region.calls):
                     return function(*inputs, **named_inputs)
                 with self._replaying(region):
                     return function(*inputs, **named_inputs)

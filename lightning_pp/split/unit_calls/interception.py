@@ -62,11 +62,11 @@ class UnitCalls:
     the whole call and leaves the class alone. A unit whose ``forward`` is called directly is caught as well. Both are
     undone on exit, so between steps a unit is as the user made it.
 
-    The user's forward hooks of a unit are code between units: they run on every stage, on what the handler gives, so
+    The user's forward hooks of a unit are code between units: they run on every stage, on what the handler returns, so
     that a hook that collects outputs collects those of other stages' units too. All other hooks belong to the call.
 
     A handler that does not run the unit may have :class:`~lightning_pp.split.record.step_record.PassedOn` in what it
-    gives.
+    returns.
 
     Attributes:
         regions: The checkpointed regions around and inside of units.

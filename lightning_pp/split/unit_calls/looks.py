@@ -34,7 +34,7 @@ def _looks(func: Any) -> bool:
 class StepWatch(OperationsMode):  # type: ignore[no-untyped-call]
     """Watches the operations of a rehearsal.
 
-    ``num_calls`` gives the number of unit calls so far.
+    ``num_calls`` returns the number of unit calls so far.
 
     Attributes:
         num_looks: How often code outside units saw values of tensors that have data.

@@ -3,7 +3,7 @@
 On one stage a value is a tensor with data, on another a fake. What tells an operation from all others is the same on
 both: the function of torch that is called, between which unit calls, on which values (outputs of units, and results of
 operations that are known themselves), and how many others like it came before. So a stage can take what it has received
-instead of what an operation gives there.
+instead of what an operation returns there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OperationCalls(OutsideUnits):
     Args:
         number_of: Gives the number of an operation; None for one that is not known.
         on_operation: Is told of each one that is known.
-        note_function: Is told the name of each function that gives a tensor, and what is taken in its place, if that
+        note_function: Is told the name of each function that returns a tensor, and what is taken in its place, if that
             is another; what backward runs again has to be given the same.
         on_other: Is told of each operation on values that is not known.
 
@@ -63,7 +63,7 @@ class OperationCalls(OutsideUnits):
         self._run = object()  # values of other runs mean nothing
 
     def note_call(self, call: UnitCall, output: Any) -> None:
-        """A unit call gives ``output``, in which the tensors that the unit made are values now."""
+        """A unit call returns ``output``, in which the tensors that the unit made are values now."""
         self._num_calls = call.index + 1
         for position, (leaf, recorded) in enumerate(zip(leaves_of(output), call.leaves, strict=False)):
             if recorded.spec is not None and isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):

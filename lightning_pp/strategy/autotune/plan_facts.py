@@ -18,6 +18,7 @@ from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Schedule, StageCosts
 from lightning_pp.split.cut.unit_costs import UnitCost, estimate_unit_costs
 from lightning_pp.telemetry.diagnosis.evidence import PlanFacts
+from lightning_pp.telemetry.diagnosis.weights import product_weights
 
 
 def plan_facts(split: SplitModel, options: PipelineOptions, memory: DeviceMemory | None, device_type: str) -> PlanFacts:
@@ -52,6 +53,7 @@ def plan_facts(split: SplitModel, options: PipelineOptions, memory: DeviceMemory
         cut_again=cut_again,
         names_schedule=not isinstance(options.schedule.source, FromFile),
         fixed_ms=assumed_speed(device_type).action_ms,
+        product_weights=product_weights(split.record, split.fake_parameters.names),
     )
 
 

@@ -128,7 +128,7 @@ class StepCounting:
         return found
 
     def _rehearsed(self, step: CountedStep, tracing: CountTrace | None) -> Counts:
-        """Rehearses the step until it has come to all that is counted."""
+        """Rehearses the step until it has reached all that is counted."""
         counted = _Until(step.needed, tracing)
         with ExitStack() as stack:
             stack.enter_context(StepLogs().of_step(self._module, None))

@@ -17,15 +17,14 @@ from lightning_pp.split.data.microbatch import (
     batch_size_of,
     described,
     dims_of_samples,
+    other_dims,
     placed_tensors,
     split_batch,
     split_by,
 )
-from lightning_pp.split.data.row_references import other_dims, refuse_row_references
 from lightning_pp.split.record.source_lines import UNKNOWN_LINE, innermost_user_line
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_NUM_CHECKED = 2
 _OWN_ERRORS = (BatchError, ConfigurationError, SplitError)
 
 
@@ -45,26 +44,18 @@ class BatchCutter:
         self._num_microbatches = options.num_microbatches
         self._pipeline_size = pipeline_size
         self._split, self._batch_dim = options.batches.split_batch, options.batches.batch_dim
-        self._num_cut = {True: 0, False: 0}  # training, evaluation
 
     def cut(self, batch: Any, *, for_training: bool) -> list[Microbatch]:
-        """The microbatches of ``batch``; of the first batches, values are looked at that may refer to rows.
+        """The microbatches of ``batch``.
 
         Raises:
-            BatchError: The batch cannot be cut (:func:`split_batch`, :func:`split_by`), or its rows refer to each other
-                (:func:`refuse_row_references`).
+            BatchError: The batch cannot be cut (:func:`split_batch`, :func:`split_by`).
         """
-        size = batch_size_of(batch, self._batch_dim) if self._split is None else None
+        asks_size = self._num_microbatches == "auto" and self._split is None
+        size = batch_size_of(batch, self._batch_dim) if asks_size else None
         fewest = self._fewest_samples if for_training else 1
         number = resolve_num_microbatches(self._num_microbatches, self._pipeline_size, size, fewest)
-        microbatches = self.cut_into(batch, number)
-        if self._split is not None:
-            return microbatches
-        self._num_cut[for_training] += 1
-        if len(microbatches) > 1 and self._num_cut[for_training] <= _NUM_CHECKED:
-            size = sum(each.num_samples for each in microbatches)
-            refuse_row_references(batch, size, len(microbatches), self._batch_dim)
-        return microbatches
+        return self.cut_into(batch, number)
 
     def noted(self, batch: Any, number: int) -> AbstractContextManager[None]:
         """An exception within has a note on how ``batch`` was cut, unless the user's function did."""

@@ -40,7 +40,7 @@ from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, 
 Outcome = Observed | Exception
 """What came of a run."""
 Observe = Callable[[Sequence[Microbatch], Around], Outcome]
-"""Runs the step on slices of the part, within what ``Around`` gives."""
+"""Runs the step on slices of the part, within the contexts of ``Around``."""
 
 
 def observed(run: BatchRun, outputs: Sequence[Any] | None, buffers: Mapping[str, Tensor]) -> Observed:
@@ -188,7 +188,7 @@ class PartCheck:
         return draws.differ, find_differences(self._step, whole, parts, self._tolerance)
 
     def _attributes_matter(self, observe: Observe, whole: Outcome, parts: Outcome) -> bool:
-        """Whether the step gives something else after the whole has left its attributes than after the parts have."""
+        """Whether the step computes something else with the attributes that the whole has left than with the parts'."""
         mine = [each.left for each in (whole, parts) if isinstance(each, Observed)]
         told = self._groups.gather_in_pipeline(mine if self._groups.is_last_stage else None)
         of_last_stage = next(each for each in told if each is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import BatchError
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.planning.steps.plans import key_of
+from lightning_pp.planning.steps.plans import key_of, signature_of
 from lightning_pp.planning.steps.state import AttributesOutsideUnits, StepState, holds_objects
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.whole_batch import WholeBatch
@@ -122,11 +122,8 @@ class BatchPreparation:
         seeds = [StepRandomness.of_microbatch(seed, index, self._device).seed_inter_unit for index in indices]
         if self._ends_with_batch and call.step != "predict_step":  # what is predicted has a row per sample anyway
             return self._prepare_whole(call, batch, microbatches, seed, factor, state, around)
-        plans = [
-            self._plan(call, microbatch, seed_inter_unit, state)
-            for microbatch, seed_inter_unit in zip(microbatches, seeds, strict=True)
-        ]
-        for plan in plans:
+        plans = self._plans(call, microbatches, seeds, state)
+        for plan in {id(plan): plan for plan in plans}.values():
             refuse_carried_state(self.module, call.step, plan.record, len(microbatches))
         attributes, updates = StepAttributes(self.module, self._kept_by(plans)), self._updates_of(plans)
         call_part = self._caller(call, [microbatch.data for microbatch in microbatches], plans, updates, around)
@@ -179,10 +176,7 @@ class BatchPreparation:
         seeds = [StepRandomness.of_microbatch(seed, index, self._device).seed_inter_unit for index in indices]
         whole = in_one_piece(batch, microbatches)
         of_batch = self._plan(call, whole, seeds[number if number > 1 else 0], state)
-        plans = [
-            self._plan(call, microbatch, seed_inter_unit, state, of_batch.record)
-            for microbatch, seed_inter_unit in zip(microbatches, seeds, strict=False)
-        ]
+        plans = self._plans(call, microbatches, seeds, state, of_batch.record)
         refuse_carried_state(self.module, call.step, of_batch.record, number)
         plan = self._whole_batches.of(of_batch, plans, microbatches)
         attributes, updates = StepAttributes(self.module, self._kept_by([plan.tail])), self._updates_of([plan.tail])
@@ -222,6 +216,26 @@ class BatchPreparation:
     def _updates_of(self, plans: Sequence[StepPlan]) -> RepeatedUpdates:
         names = {name for plan in plans for name, others in plan.record.updates.items() if others}
         return RepeatedUpdates(self.split.fake_parameters, names)
+
+    def _plans(
+        self,
+        call: StepCall,
+        microbatches: Sequence[Microbatch],
+        seeds: Sequence[Callable[[int], None]],
+        state: StepState,
+        end_of_batch: StepRecord | None = None,
+    ) -> list[StepPlan]:
+        """The plan of each microbatch; looked up once for those that are alike, where values decide over no path."""
+        plans, known = list[StepPlan](), dict[Hashable, StepPlan]()
+        for microbatch, seed_inter_unit in zip(microbatches, seeds, strict=False):
+            plan = known.get(signature := signature_of(microbatch.data))
+            if plan is None:
+                plan = self._plan(call, microbatch, seed_inter_unit, state, end_of_batch)
+                is_dynamic = plan.record.may_branch_at_random or plan.record.depends_on_batch_values
+                if not is_dynamic and not self._rehearses(microbatch):
+                    known[signature] = plan
+            plans.append(plan)
+        return plans
 
     def _plan(
         self,

@@ -169,7 +169,7 @@ class ScaledBatch:
             self.facts = None
 
     def check_complete(self, microbatch: int, step: ScaledStep) -> None:
-        """After that step: raises :class:`SplitError` if it did not come to what was counted for it."""
+        """After that step: raises :class:`SplitError` if it did not reach what was counted for it."""
         if self.is_training and self.counts:
             step.check_complete(place for place in self.counts[microbatch] if self.totals.get(place) is not None)
 

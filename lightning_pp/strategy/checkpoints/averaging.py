@@ -51,7 +51,7 @@ def _without_copies() -> Iterator[None]:
 
 
 def average_own_part(trainer: pl.Trainer, module: pl.LightningModule, checkpoints: Checkpoints) -> None:
-    """After the split: gives each averaging callback an average of this rank's part.
+    """After the split: makes for each averaging callback an average of this rank's part.
 
     Args:
         trainer: The trainer, about to fit.

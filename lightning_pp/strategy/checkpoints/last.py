@@ -19,7 +19,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_pp.checkpoint import checkpoints_in, newest_good
+import lightning_pp.checkpoint as stored
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
 from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME, checkpoint_at
 from lightning_pp.checkpoint.storage.location import Location, is_file, is_folder, is_remote, is_url, locate, names_in
@@ -67,11 +67,10 @@ class LastCheckpoints:
         with nullcontext() if ranks is None else fail_together():
             if ranks is None or ranks.is_root:
                 target = _target(candidates[0])
-                beside = [
-                    other for other in checkpoints_in(here.parent) if _target(other.parent) == _target(here.parent)
-                ]
+                near = _target(here.parent)
+                beside = [other for other in stored.checkpoints_in(here.parent) if _target(other.parent) == near]
                 candidates += [other for other in beside if _target(other) != target]
-        found = newest_good(candidates, weights_only=weights_only, ranks=ranks)
+        found = stored.newest_good(candidates, weights_only=weights_only, ranks=ranks)
         if not found.damaged:
             return path
         reasons = "\n".join(f"- {reason}" for _, reason in found.damaged)

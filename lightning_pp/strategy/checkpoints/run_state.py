@@ -70,7 +70,7 @@ def own_run_state(checkpoint: dict[str, Any], engine: PipelineEngine, data: Data
 
 
 def restore_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine, data: DataPosition) -> None:
-    """Continues the random numbers and the data, and gives the trainer the loaders' state of this replica."""
+    """Continues the random numbers and the data, and hands the trainer the loaders' state of this replica."""
     own = checkpoint.get(RUN_STATE)
     if not isinstance(own, Mapping):
         return

@@ -121,7 +121,7 @@ class FailedRuns:
         """What ``error``, which is about other ranks, comes of; None if there is nothing to be found."""
         if any(sign in str(error) for sign in ("imed out", "imeout")):
             return watchdog.wait(_CAUSE_OF_TIMEOUT_S) or watchdog.one_that_stands()
-        # a rank whose time-out has ended this one's connection has asked by then, and comes to tell what it found
+        # a rank whose time-out has ended this one's connection has asked by then, and will tell what it found
         return watchdog.wait(_CAUSE_S) or watchdog.one_that_stands() or watchdog.wait(_CAUSE_S - _CAUSE_OF_TIMEOUT_S)
 
     def end(self, *, failed: bool = False) -> None:

@@ -151,7 +151,7 @@ def _exchange(replaced: tuple[Any, ...], others: tuple[Any, ...]) -> None:
     """Puts ``others`` wherever ``replaced`` are globals, under any name.
 
     To change it in its library alone is not enough: ``from lightning.pytorch.utilities import grad_norm``, as
-    Lightning's own documentation has it, gives the user's module a name of its own before there is a strategy. Other
+    Lightning's own documentation has it, binds a name of the user's module before there is a strategy. Other
     libraries are left alone.
     """
     by_id = dict(zip(map(id, replaced), others, strict=True))  # looked at by identity: values may compare as they like

@@ -1,4 +1,4 @@
-"""The launcher: what Lightning gives a run of the trainer to, with what the user has passed."""
+"""The launcher: starts the processes of a run of the trainer, and notes what the user has passed."""
 
 from __future__ import annotations
 

@@ -57,10 +57,10 @@ class PipelineOptimization(AutomaticOptimization):
     gather of logged values             last stages of the replicas, aside      every batch, with replicas
     ==================================  ======================================  ==================================
 
-    So with one replica a step without clipping has none. What a batch came to (logs, loss, outputs, attributes, the
-    fingerprint of the batch) the last stage sends to each other rank, point to point and aside from the step, as soon
-    as its last forward has ended. Every rank takes it up at the end of its own step: a rank's last backward comes later
-    than that forward, so it is there by then, but for the time that a message takes.
+    So with one replica a step without clipping has none. The last stage sends the results of a batch (logs, loss,
+    outputs, attributes, the fingerprint of the batch) to each other rank, point to point and aside from the step, as
+    soon as its last forward has ended. Every rank receives them at the end of its own step: a rank's last backward
+    comes later than that forward, so they are there by then, but for the time that a message takes.
 
     The first two batches of an epoch are compared along the pipeline before they are cut, by one gather each.
     """

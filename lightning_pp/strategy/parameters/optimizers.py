@@ -23,7 +23,7 @@ from lightning_pp.strategy._lightning_private import NoOptimizer
 
 
 def set_up_one_optimizer(strategy: Strategy, trainer: pl.Trainer) -> None:
-    """Calls ``configure_optimizers``; raises :class:`ConfigurationError` unless it gives one first-order optimizer."""
+    """Calls ``configure_optimizers``; raises :class:`ConfigurationError` unless that returns one first-order one."""
     try:
         strategy.setup_optimizers(trainer)
     except RuntimeError as error:

@@ -1,1 +1,1 @@
-"""What a batch came to: outputs, logs, metrics and attributes, the same on every rank."""
+"""The results of a batch: outputs, logs, metrics and attributes, the same on every rank."""

@@ -54,7 +54,7 @@ class StepAttributes:
 
     Args:
         module: The user's module.
-        names: Module names and attributes, as :func:`kept_by_step` gives them.
+        names: Module names and attributes, as :func:`kept_by_step` returns them.
 
     Attributes:
         names: Of the attributes, dotted.
@@ -112,7 +112,7 @@ class Left(NamedTuple):
 
     Attributes:
         places: Module names and attributes.
-        changes: Of each, as :meth:`StepAttributes.merged` gives them.
+        changes: Of each, as :meth:`StepAttributes.merged` returns them.
         buffers: Those of a stage that it wrote into, as float64.
     """
 
@@ -206,7 +206,7 @@ def _apply(kind: str, value: Any, reached: Reached) -> None:
 
 
 def _merge_attribute(changes: list[_Changes], num_samples: Sequence[int], weights: Sequence[float]) -> _Changes:
-    """The batch's changes to one attribute, without those that are none."""
+    """The batch's changes to one attribute, without changes to nothing."""
     if len({"" in each for each in changes}) > 1:
         return changes[-1]  # set anew in some microbatches only
     paths = dict.fromkeys(path for each in changes for path in each)

@@ -154,18 +154,6 @@ def _reduce(reduction: str, weighted: Sequence[tuple[float, float]]) -> float | 
     return sum(weight * value for value, weight in weighted) / (total or math.nan)
 
 
-def to_numbers(tensors: Sequence[Tensor]) -> list[float]:
-    """The values of 0-d tensors, with one transfer per device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        groups.setdefault((tensor.device, tensor.dtype), []).append(position)
-    numbers: dict[int, float] = {}
-    for positions in groups.values():
-        stacked = torch.stack([tensors[position] for position in positions])
-        numbers.update(zip(positions, stacked.tolist(), strict=True))
-    return [numbers[position] for position in range(len(tensors))]
-
-
 def to_tensors(calls: Sequence[LogCall], device: torch.device) -> list[Tensor | None]:
     """The calls' values as 0-d tensors on ``device``, with one transfer per dtype, which waits for nothing there."""
     by_dtype: dict[torch.dtype, list[int]] = {}

@@ -12,9 +12,9 @@ Life of one batch's logs, on every rank::
     replay(module, calls, num_samples)
 
 Between ``begin`` and ``replay`` Lightning's own ``log`` does all the checking and resolving; only the last thing it
-does, storing the value in the trainer's result collection, is intercepted. So an overridden ``log``, ``log_dict`` and
-every error message are as on one device, and after the replay all ranks hold the values that one device would hold for
-the whole global batch.
+does, storing the value in the trainer's result collection, is intercepted. Of calls that differ in their number alone
+Lightning sees the first of a batch. So an overridden ``log``, ``log_dict`` and every error message are as on one
+device, and after the replay all ranks hold the values that one device would hold for the whole global batch.
 """
 
 from __future__ import annotations
@@ -36,16 +36,15 @@ from lightning_pp.runtime.host_copies import HostCopies
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.reductions.scaling import extreme_of
 from lightning_pp.strategy._lightning_private import (
-    NO_SYNC,
     ResultCollection,
     hook_that_logs_kept,
-    logging_from,
+    log_resolved,
     results_of,
     set_value_on_batch,
     value_on_batch,
 )
 from lightning_pp.strategy.lightning.patching import replaced
-from lightning_pp.strategy.results.log_calls import LogCall, merge_calls, reduction_name, to_numbers, to_tensors
+from lightning_pp.strategy.results.log_calls import LogCall, merge_calls, reduction_name, to_tensors
 
 _NOT_KEPT = ("batch_size", "sync_dist", "sync_dist_fn", "sync_dist_group")
 
@@ -64,15 +63,15 @@ class StepLogs:
         self._recorded: list[_Recorded] | None = None
         self._is_in_step = False
         self._of_whole_batch: Callable[[Any], Any] | None = None
+        # by what `module.log` was called with beside a number: what Lightning made of that, the same all the batch
+        self._resolved: dict[Any, tuple[str, dict[str, Any]]] = {}
 
     @contextmanager
-    def installed(self, module: LightningModule, observe: Callable[[Any], None] | None = None) -> Iterator[None]:
+    def installed(self, module: LightningModule) -> Iterator[None]:
         """Within, ``module.log`` does between :meth:`begin` and :meth:`end` as they say; arguments are checked as ever.
 
         Args:
-            module: The user's module, attached to a trainer. In a loop that does not support logging, or without a
-                trainer, ``module.log`` is left alone and says so itself.
-            observe: Called with every logged tensor or metric, recorded or swallowed.
+            module: The user's module. In a loop that does not support logging its ``log`` is left alone and says so.
 
         Raises:
             SplitError: A recorded value has no data, because it depends on what only another stage has.
@@ -83,31 +82,47 @@ class StepLogs:
         if results is None:
             yield
             return
-        log, reset = results.log, results.reset
+        log, log_one, reset = module.log, results.log, results.reset
+        asked: list[Any] = []  # what `module.log` was called with, while Lightning looks at it
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def record(fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
             if not self._is_in_step:
-                log(fx, name, value, *args, **options)
+                log_one(fx, name, value, *args, **options)
                 return
             if not isinstance(value, (Tensor, Metric)):
                 raise ValueError(f"`self.log({name}, {value})` was called, but only numbers and metrics can be logged")
-            if observe is not None:
-                observe(value)
             options["reduce_fx"] = reduction_name(options["reduce_fx"])
-            recorded = self._recorded
-            if recorded is not None and self._of_whole_batch is not None and isinstance(value, Tensor):
-                value = self._of_whole_batch(value)
-            if recorded is not None:
+            self._resolved.update((each, (fx, options)) for each in asked)
+            if (recorded := self._recorded) is not None:
+                if self._of_whole_batch is not None and isinstance(value, Tensor):
+                    value = self._of_whole_batch(value)
                 occurrence = sum(earlier.call.name == name and earlier.call.fx == fx for earlier in recorded)
                 recorded.append(_recorded(module, results, fx, name, occurrence, value, options))
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def log_in_step(name: str, value: Any, *args: Any, **options: Any) -> None:
+            call = (name, *args, *options.items())
+            is_number = self._is_in_step and type(value) is Tensor and value.numel() == 1
+            if is_number and (known := self._resolved.get(call)) is not None:
+                record(known[0], name, value.clone().detach().squeeze(), **known[1])
+                return
+            asked[:] = [call] if is_number else []
+            try:
+                log(name, value, *args, **options)
+            finally:
+                asked.clear()
 
         def reset_outside(*args: Any, **kwargs: Any) -> None:
             # Lightning resets a collection at the first log of an epoch; the replay will, on every rank alike.
             if not self._is_in_step:
                 reset(*args, **kwargs)
 
-        with replaced(results, log=record, reset=reset_outside), hook_that_logs_kept(module.trainer):
+        own = {"log": log_in_step} if type(module).log is LightningModule.log else {}  # an override sees every call
+        with (
+            replaced(results, log=torch.compiler.disable(record), reset=reset_outside),  # type: ignore[no-untyped-call]
+            replaced(module, **own),
+            hook_that_logs_kept(module.trainer),
+        ):
             yield
 
     def begin(self, microbatch: int | None, of_whole_batch: Callable[[Any], Any] | None = None) -> None:
@@ -129,11 +144,9 @@ class StepLogs:
         self._recorded = self._of_whole_batch = None
 
     @contextmanager
-    def of_step(
-        self, module: LightningModule, microbatch: int | None, observe: Callable[[Any], None] | None = None
-    ) -> Iterator[None]:
+    def of_step(self, module: LightningModule, microbatch: int | None) -> Iterator[None]:
         """:meth:`installed` around one step."""
-        with self.installed(module, observe):
+        with self.installed(module):
             self.begin(microbatch)
             try:
                 yield
@@ -172,18 +185,11 @@ class StepLogs:
         """
         if self._microbatches and max(self._microbatches) >= len(weights):
             raise ValueError(f"microbatch {max(self._microbatches)} was recorded, but there are {len(weights)} weights")
-        indices = sorted(self._microbatches)
-        tensors = [item.value for index in indices for item in self._microbatches[index] if item.value is not None]
-        numbers = iter(to_numbers(tensors))
-        parts = [
-            [
-                replace(
-                    item.call, value=None if item.value is None else next(numbers), weight=weights[index] * num_samples
-                )
-                for item in self._microbatches[index]
-            ]
-            for index in indices
-        ]
+        parts: list[list[LogCall]] = []
+        for index in sorted(self._microbatches):
+            weight, recorded = weights[index] * num_samples, self._microbatches[index]
+            numbers = [None if item.value is None else item.value.item() for item in recorded]
+            parts.append([replace(i.call, value=n, weight=weight) for i, n in zip(recorded, numbers, strict=True)])
         return merge_calls(parts)
 
     def merge_over_replicas(
@@ -239,29 +245,20 @@ def replay(module: LightningModule, calls: Sequence[LogCall], batch_size: int) -
     results = results_of(module)
     if not calls or results is None:
         return
-    values = to_tensors(calls, module.device)
-    log = results.log
-
-    def log_in_sync(*args: Any, **options: Any) -> None:
-        options.update(sync_dist=True, sync_dist_fn=NO_SYNC, sync_dist_group=None)
-        log(*args, **options)
-
-    with replaced(results, log=log_in_sync):
-        for call, number in zip(calls, values, strict=True):
-            if call.dataloader_idx != results.dataloader_idx:
-                raise RuntimeError(
-                    f"{call.name!r} was logged for dataloader {call.dataloader_idx}, but this rank is at "
-                    f"{results.dataloader_idx}: the ranks of the pipeline see different batches"
-                )
-            value: Any = number
-            if call.metric is not None:
-                value = operator.attrgetter(call.metric)(module)
-                if number is not None:
-                    set_value_on_batch(value, number.to(value.device))
-            size = batch_size if call.batch_size is None else call.batch_size
-            with logging_from(module, call.fx):
-                # Not `module.log`: an override has already seen the call when it was recorded.
-                LightningModule.log(module, call.name, value, batch_size=size, **call.options)  # type: ignore[arg-type]
+    for call, number in zip(calls, to_tensors(calls, module.device), strict=True):
+        if call.dataloader_idx != results.dataloader_idx:
+            raise RuntimeError(
+                f"{call.name!r} was logged for dataloader {call.dataloader_idx}, but this rank is at "
+                f"{results.dataloader_idx}: the ranks of the pipeline see different batches"
+            )
+        value: Any = number
+        if call.metric is not None:
+            value = operator.attrgetter(call.metric)(module)
+            if number is not None:
+                set_value_on_batch(value, number.to(value.device))
+        size = batch_size if call.batch_size is None else call.batch_size
+        # not `module.log`, which has seen the call when it was recorded
+        log_resolved(module.trainer, results, call.fx, call.name, value, size, call.options)
 
 
 def _recorded(
@@ -275,8 +272,6 @@ def _recorded(
 ) -> _Recorded:
     batch_size = options["batch_size"]
     kept = {key: option for key, option in options.items() if key not in _NOT_KEPT}
-    # Lightning turns None into True; the explicit True would make it complain about a trainer without loggers.
-    kept["logger"] = None if kept["logger"] else False
     metric: str | None = None
     number: Tensor | None
     if isinstance(value, Metric):

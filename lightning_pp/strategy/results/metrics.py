@@ -17,7 +17,7 @@ import copy
 import enum
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -97,17 +97,13 @@ class PipelineMetrics:
         for metric, count in zip(metrics, counts, strict=True):
             set_update_count(metric, count)
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """Within, metrics are used for real and give local values: the last stage's run of a step."""
-        with self._scoped(_Scope.LOCAL):
-            yield
+        return self._scoped(_Scope.LOCAL)
 
-    @contextmanager
-    def suspended(self, returns: Returns | None = None) -> Iterator[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """:func:`metrics_suspended` for the metrics found by :meth:`attach`, without searching the module again."""
-        with _suspended(self._collected, returns):
-            yield
+        return _suspended(self._collected, None) if self._collected else nullcontext()
 
     @contextmanager
     def _scoped(self, scope: _Scope) -> Iterator[None]:
@@ -173,8 +169,9 @@ class PipelineMetrics:
         return [replica.to(state.device) for replica in gathered]
 
 
-@contextmanager
-def metrics_suspended(module: nn.Module, returns: Returns | None = None, *, on_fakes: bool = False) -> Iterator[None]:
+def metrics_suspended(
+    module: nn.Module, returns: Returns | None = None, *, on_fakes: bool = False
+) -> AbstractContextManager[None]:
     """Within, no call reaches the metrics of ``module``, so a step on fake or partial values leaves them alone.
 
     ``forward``, ``update``, ``compute`` and ``reset`` of every :class:`torchmetrics.Metric` and of every
@@ -188,8 +185,7 @@ def metrics_suspended(module: nn.Module, returns: Returns | None = None, *, on_f
         on_fakes: Have ``forward`` of a differentiable metric give what a copy of it makes of its arguments, with their
             graph, in case the step trains through it.
     """
-    with _suspended(_metrics_in(module), returns, on_fakes=on_fakes):
-        yield
+    return _suspended(_metrics_in(module), returns, on_fakes=on_fakes)
 
 
 @contextmanager

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +13,7 @@ from torch import Tensor
 
 from lightning_pp.errors import ConfigurationError, SplitError
 from lightning_pp.runtime.host_copies import HostCopies
-from lightning_pp.split._torch_private import tree_flatten, tree_unflatten
-from lightning_pp.split.data.tree import leaves_of, map_leaves
+from lightning_pp.split.data.tree import children_of, leaves_of, map_children, map_leaves, named_children
 from lightning_pp.split.fakes.parameters import is_fake
 
 
@@ -129,16 +126,14 @@ def _merged(parts: list[_Part]) -> Any:
         return first if _all_equal(values) else _mean(values, parts)
     if _is_list_of_samples(parts):
         return type(first)(sample for value in values for sample in value)
-    opened = [_open(value) for value in values]
-    structure, _, rebuild = opened[0]
-    if rebuild is not None and all(other == structure for other, _, _ in opened):
-        columns = zip(*(children for _, children, _ in opened), strict=True)
-        return rebuild(
-            [
-                _merged([dataclasses.replace(part, value=child) for part, child in zip(parts, column, strict=True)])
-                for column in columns
-            ]
+    names = [[name for name, _ in named_children(value) or ()] for value in values]
+    children = [children_of(value) for value in values]
+    if children[0] and all(other == names[0] for other in names) and len(set(map(len, children))) == 1:
+        merged = (
+            _merged([dataclasses.replace(part, value=child) for part, child in zip(parts, column, strict=True)])
+            for column in zip(*children, strict=True)
         )
+        return map_children(lambda _: next(merged), first)
     return first if _all_equal(values) else values
 
 
@@ -211,35 +206,6 @@ def _is_of_batch(entry: Any, num_samples: int) -> bool:
     """Whether ``entry`` has a tensor with a row per sample, or a scalar."""
     arrays = [leaf for leaf in leaves_of(entry) if isinstance(leaf, (Tensor, np.ndarray))]
     return any(leaf.ndim == 0 or leaf.shape[0] == num_samples for leaf in arrays)
-
-
-def _open(value: Any) -> tuple[Any, list[Any], Callable[[list[Any]], Any] | None]:
-    """A container's structure, its direct children, and how to make one like it from other children."""
-    own = id(value)  # torch keeps is_leaf in a reference cycle
-    children, spec = tree_flatten(value, is_leaf=lambda node: id(node) != own)
-    if not (len(children) == 1 and children[0] is value):
-        return spec, children, lambda items: tree_unflatten(items, spec)
-    if isinstance(value, UserDict):
-
-        def rebuild_user_dict(items: list[Any]) -> Any:
-            clone = copy.copy(value)
-            clone.data = dict(zip(value.data, items, strict=True))
-            return clone
-
-        return list(value.data), list(value.data.values()), rebuild_user_dict
-    if isinstance(value, Mapping):
-        return list(value), list(value.values()), lambda items: type(value)(zip(value, items, strict=True))  # type: ignore[call-arg]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-
-        def rebuild_dataclass(items: list[Any]) -> Any:
-            clone = copy.copy(value)
-            for name, item in zip(names, items, strict=True):
-                object.__setattr__(clone, name, item)  # a frozen dataclass refuses setattr
-            return clone
-
-        return names, [getattr(value, name) for name in names], rebuild_dataclass
-    return None, [], None
 
 
 def _all_equal(values: Sequence[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What a batch came to, from the last stage to every rank of its pipeline, by the end of the step.
+"""The results of a batch, from the last stage to every rank of its pipeline, by the end of the step.
 
 The last stage knows it after its last forward, and every rank's last backward comes later. So the report is made and
 sent aside while the backwards run, and is there when a rank has ended its own part of the step.

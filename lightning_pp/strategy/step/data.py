@@ -106,7 +106,7 @@ def _transferred(trainer: pl.Trainer, batch: Any) -> tuple[Any, list[tuple[nn.Mo
     """What the transfer hooks make of a batch, and what they have set on the module, which is as before.
 
     The loop calls them again with its first batch. What they make of it now cannot be kept for that: they may draw, or
-    ask the trainer, and the loop may come to another batch first.
+    ask the trainer, and the loop may run another batch first.
     """
     module = trainer.lightning_module
     data_module: Any = trainer.datamodule  # type: ignore[attr-defined]

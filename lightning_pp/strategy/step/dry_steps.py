@@ -26,15 +26,13 @@ from lightning_pp.strategy.lightning.patching import replaced
 from lightning_pp.strategy.results.metrics import metrics_suspended
 from lightning_pp.strategy.results.outputs import loss_of
 from lightning_pp.strategy.step.held_output import output_held
-from lightning_pp.strategy.step.log_errors import LoggedCalls
 from lightning_pp.strategy.step.progress import reads_batch_idx, trainer_watched
 from lightning_pp.strategy.step.refusals import check_loss
 
 
-@contextmanager
 def logging_to(
-    module: pl.LightningModule, sink: Callable[[Any], None], note: Callable[..., None] = lambda *_, **__: None
-) -> Iterator[None]:
+    module: pl.LightningModule, sink: Callable[[Any], None], note: Callable[[str], None] = lambda _: None
+) -> AbstractContextManager[None]:
     """Within, ``module.log`` only tells ``sink`` what it is given; no loop needs to be running.
 
     Numbers become tensors as in Lightning's own, so that it can be seen how they grow with the batch.
@@ -42,20 +40,19 @@ def logging_to(
     Args:
         module: The user's module.
         sink: Gets each value.
-        note: Gets all arguments of each call.
+        note: Gets the name of each value.
     """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         _check_loggable(name, value)
-        note(name, value, *args, **kwargs)
+        note(name)
         sink(torch.tensor(value) if is_number(value) else value)
 
     def log_dict(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         for name, value in dictionary.items():
             log(name, value, *args, **kwargs)
 
-    with replaced(module, log=log, log_dict=log_dict):
-        yield
+    return replaced(module, log=log, log_dict=log_dict)
 
 
 def _check_loggable(name: str, value: Any) -> None:
@@ -92,7 +89,7 @@ class _MutedLogger(DummyLogger):
 
 @contextmanager
 def loggers_muted(trainer: pl.Trainer | None, on_use: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Within, what a step gives to a logger itself, not by ``self.log``, goes nowhere: it may be made up.
+    """Within, what a step hands to a logger itself, not by ``self.log``, goes nowhere: it may be made up.
 
     Args:
         trainer: The trainer; None for none.
@@ -157,7 +154,7 @@ def recorded_step(
 ) -> Callable[[DryRun], Any]:
     """The user's step on one microbatch, for :func:`lightning_pp.split.dry_run.run`.
 
-    Every run gets the batch in containers of its own. What it logs and gives to metrics is recorded as needed at the
+    Every run gets the batch in containers of its own. What it logs and hands to metrics is recorded as needed at the
     end; nothing is logged and no metric updated.
 
     Args:
@@ -176,41 +173,29 @@ def recorded_step(
             dry.need_at_end(args)
             return torch.zeros((), device=device)
 
-        calls = LoggedCalls(module, step)
-
+        logged: list[str] = []
         with ExitStack() as stack:
             stack.enter_context(collectives_refused(module, step))
             stack.enter_context(precision.forward_context())
-            stack.enter_context(logging_to(module, dry.need_at_end, calls.note))
+            stack.enter_context(logging_to(module, dry.need_at_end, logged.append))
             stack.enter_context(loggers_muted(trainer_of(module), partial(_tell_of_logger, step)))
             stack.enter_context(metrics_suspended(module, metric_returns, on_fakes=trains))
             if reads_batch_idx(getattr(module, step)):
                 dry.note_progress_read()
             own, shared = dry.own(batch), dict(entries_of(batch, "batch"))
-            with trainer_watched(module, dry.note_progress_read, partial(_tell_of_metrics, step, calls)), output_held():
+            with (
+                trainer_watched(module, dry.note_progress_read, partial(_tell_of_metrics, step, logged)),
+                output_held(),
+            ):
                 output = call_step(module, step, own, *rest, **(kwargs or {}))
             _refuse_shared_writes(step, shared, batch)
             if isinstance(dry, DryRun):
                 _tell_what_hooks_see(module, step, places_written(batch, own), edits_contents=dry.edits_batch)
         if trains:
-            _check_loss(output, module, calls if isinstance(dry, DryRun) else None)
+            check_loss(loss_of(output), module)  # here every rank sees it, in the step only the last stage
         return output
 
     return run
-
-
-def _check_loss(output: Any, module: pl.LightningModule, calls: LoggedCalls | None) -> None:
-    """Raises where a step returned no loss to train by: here every rank sees it, in the step only the last stage.
-
-    On one device what was logged is looked at before the loss, so errors of that come first; looked at once, in the
-    dry run, since what decides over paths in later batches is let pass.
-    """
-    try:
-        check_loss(loss_of(output), module)
-    except ConfigurationError:
-        if calls is not None:
-            calls.check()
-        raise
 
 
 def _tell_of_logger(step: str) -> None:
@@ -221,8 +206,8 @@ def _tell_of_logger(step: str) -> None:
     )
 
 
-def _tell_of_metrics(step: str, calls: LoggedCalls) -> None:
-    if not calls.noted:
+def _tell_of_metrics(step: str, logged: Sequence[str]) -> None:
+    if not logged:
         return
     rank_zero_warn(
         f"{step} reads the trainer's metrics after it has logged, at {user_line()}. In a pipeline a step logs for one "

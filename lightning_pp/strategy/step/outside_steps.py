@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -51,11 +51,9 @@ class OutsideSteps:
         ):
             yield
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def in_step(self) -> AbstractContextManager[None]:
         """Within, a step runs."""
-        with self._mode.refusing_edits(False):
-            yield
+        return self._mode.refusing_edits(False)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -48,7 +48,7 @@ def progress_of(trainer: pl.Trainer, batch_idx: int) -> Progress:
 class _WatchedTrainer:
     """Stands for a trainer in all that is read or called, and tells ``on_read`` of each name that is read.
 
-    What is set (``trainer.should_stop``) stays here: a run that is not the real one may go by made-up values.
+    What is set (``trainer.should_stop``) stays here: a run that is not the real one may compute with made-up values.
     """
 
     def __init__(self, trainer: pl.Trainer, on_read: Callable[[str], None]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from functools import partial
 from typing import Any
 
@@ -84,8 +84,7 @@ class UpdateHooks:
             finally:
                 trainer.loggers = loggers
 
-    @contextmanager
-    def attached(self, groups: ControlGroups) -> Iterator[None]:
+    def attached(self, groups: ControlGroups) -> AbstractContextManager[None]:
         """Within, these hooks see every parameter, in the order of one device; those of other stages are fakes.
 
         What a hook logs when it is called for the first time in a training is compared over the stages, by one gather
@@ -119,8 +118,7 @@ class UpdateHooks:
             for name in _OUTSIDE_STEPS
             if getattr(type(self._module), name) is not getattr(pl.LightningModule, name)
         }
-        with replaced(self._module, **hooks):
-            yield
+        return replaced(self._module, **hooks)
 
     def run_postponed(self) -> None:
         """After forward and backward of a batch: runs ``on_before_zero_grad``, if it has to wait for them."""

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, Protocol
 
+import torch
+
 from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.runtime.split_backward.deferral import WeightGradientQueue
 from lightning_pp.runtime.timing import ActionTimes, StepTimer
 from lightning_pp.schedule import Action, Schedule
 from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis, diagnose
@@ -70,6 +73,7 @@ class StepWindow:
         self._num_samples = 0
         self._num_steps = 0
         self._num_others = 0
+        self._deferred_shapes: set[torch.Size] = set()
 
     def batch_ended(self, data_ms: float) -> None:
         """Notes a training batch; no collective, and it does not wait for the device.
@@ -93,6 +97,7 @@ class StepWindow:
                 return
             self._steps.clear()
             self._schedule = step[0]
+            self._deferred_shapes = WeightGradientQueue.watched = set()
         self._num_others = 0
         self._num_samples = self._pipeline.last_num_samples
         self._num_steps += 1
@@ -114,6 +119,7 @@ class StepWindow:
         """
         if not self._is_measured or self._schedule is None or len(self._steps) < _FEWEST_STEPS:
             return None
+        WeightGradientQueue.watched = None
         own = RankSteps(
             times=[timer.times() for timer, _, _ in self._steps],
             step_ms=[step_ms for _, step_ms, _ in self._steps],
@@ -123,6 +129,7 @@ class StepWindow:
                 "num_samples": self._num_samples,
                 "num_workers": num_workers,
                 "num_cores": _cores_of_a_rank(),
+                "deferred_shapes": frozenset(map(tuple, self._deferred_shapes)),
             },
         )
         ranks = gather(own, self._pipeline.groups.pipeline, self._pipeline.rank)

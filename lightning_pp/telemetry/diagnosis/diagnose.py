@@ -10,6 +10,7 @@ from lightning_pp.telemetry.diagnosis.bubbles import microbatch_finding, schedul
 from lightning_pp.telemetry.diagnosis.evidence import Evidence
 from lightning_pp.telemetry.diagnosis.finding import Finding
 from lightning_pp.telemetry.diagnosis.waits import data_finding, link_finding
+from lightning_pp.telemetry.diagnosis.weights import weight_finding
 
 WORTH_TELLING = 0.03
 """Of a step; less is within what measurements are known to."""
@@ -18,7 +19,14 @@ MOST_DIFFERENCE = 0.15
 """Between the measured step and the one that is made of its measured parts; with more, no finding is told."""
 
 # those that name a cause come before those that name a cure
-_LOOK_FOR = (balance_finding, data_finding, link_finding, microbatch_finding, schedule_finding)
+_LOOK_FOR = (
+    balance_finding,
+    data_finding,
+    link_finding,
+    microbatch_finding,
+    schedule_finding,
+    weight_finding,
+)
 
 
 @dataclass(frozen=True)

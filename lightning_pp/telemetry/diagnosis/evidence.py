@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import NamedTuple
 
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import Action, ActionKind, Schedule, StageCosts
@@ -20,6 +21,14 @@ CutAgain = Callable[[Mapping[str, UnitCost], Sequence[float], Schedule], Sequenc
 schedule; None if the model cannot be cut."""
 
 
+class ProductWeight(NamedTuple):
+    """A trainable parameter that a unit multiplies by: its name, its shape, and the FLOPs of these products in F."""
+
+    name: str
+    shape: tuple[int, ...]
+    flops: float
+
+
 @dataclass(frozen=True)
 class PlanFacts:
     """What is known of the plan.
@@ -33,6 +42,7 @@ class PlanFacts:
         cut_again: Cuts the model by other costs; None if it cannot be cut in other places.
         names_schedule: Whether another schedule can be named: this one is not from a file.
         fixed_ms: What of an action's time is taken not to depend on the rows of a microbatch, milliseconds.
+        product_weights: Of each unit.
     """
 
     stages: Sequence[Sequence[str]]
@@ -43,6 +53,7 @@ class PlanFacts:
     cut_again: CutAgain | None = None
     names_schedule: bool = True
     fixed_ms: float = 0.0
+    product_weights: Mapping[str, Sequence[ProductWeight]] = field(default_factory=dict)
 
     def weight_share(self, stage: int) -> float:
         """The part that W has of the backward of ``stage``, by FLOPs."""
@@ -64,6 +75,7 @@ class RankEvidence:
         num_workers: Worker processes of its loader; None if that is not known.
         num_cores: Cores for this rank.
         steps: The same for each step; empty: ``times`` are of one.
+        deferred_shapes: Shapes of the parameters whose gradients some W computed.
     """
 
     times: Sequence[ActionTimes]
@@ -74,6 +86,7 @@ class RankEvidence:
     num_workers: int | None = None
     num_cores: int = 1
     steps: Sequence[Sequence[ActionTimes]] = ()
+    deferred_shapes: Set[tuple[int, ...]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -84,11 +97,13 @@ class Evidence:
         facts: Of the plan.
         ranks: What each rank measured.
         model: The step as it was, of measured parts.
+        weight_share: The part of W in the measured backward of each stage; None where no backward was split.
     """
 
     facts: PlanFacts
     ranks: Sequence[RankEvidence]
     model: StepModel
+    weight_share: Sequence[float | None]
 
     @property
     def step_ms(self) -> float:
@@ -103,7 +118,7 @@ class Evidence:
     @classmethod
     def of(cls, schedule: Schedule, ranks: Sequence[RankEvidence], facts: PlanFacts) -> Evidence:
         """Puts together what the ranks measured under ``schedule``."""
-        costs = _costs(schedule, ranks, facts)
+        costs, shares = _costs(schedule, ranks, facts)
         if facts.held is not None:
             held = facts.held
             costs = replace(costs, held_after_forward=held.held_after_forward, held_after_input=held.held_after_input)
@@ -112,11 +127,13 @@ class Evidence:
         busy = [rank.times[-1].end_ms - rank.times[0].asked_ms for rank in ranks]
         work = min(max(0.0, rank.step_ms - rank.data_ms - ms) for rank, ms in zip(ranks, busy, strict=True))
         between = tuple(work + rank.data_ms for rank in ranks)
-        return cls(facts, ranks, StepModel(schedule, costs, arrivals(schedule, ranks), between))
+        return cls(facts, ranks, StepModel(schedule, costs, arrivals(schedule, ranks), between), shares)
 
 
-def _costs(schedule: Schedule, ranks: Sequence[RankEvidence], facts: PlanFacts) -> StageCosts:
-    """Mean times of the actions of each stage.
+def _costs(
+    schedule: Schedule, ranks: Sequence[RankEvidence], facts: PlanFacts
+) -> tuple[StageCosts, list[float | None]]:
+    """Mean times of the actions of each stage, and the measured share of W in its split backwards.
 
     Where a stage has no split backward, B counts as I and W by FLOPs, and by how far other stages are from theirs.
     """
@@ -151,7 +168,7 @@ def _costs(schedule: Schedule, ranks: Sequence[RankEvidence], facts: PlanFacts) 
         forward.append(mean(stage, ActionKind.F) or 0.0)
         backward_input.append(backward * (1 - used))
         backward_weight.append(backward * used)
-    return StageCosts(forward, backward_input, backward_weight)
+    return StageCosts(forward, backward_input, backward_weight), shares
 
 
 def arrivals(

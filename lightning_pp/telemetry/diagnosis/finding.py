@@ -12,7 +12,8 @@ class Finding:
     """What holds a step up, what to change, and what the change is simulated to save.
 
     Attributes:
-        cause: One word for it: ``cuts``, ``slow_rank``, ``slow_link``, ``data``, ``microbatches`` or ``schedule``.
+        cause: One word for it: ``cuts``, ``slow_rank``, ``slow_link``, ``data``, ``microbatches``, ``schedule`` or
+            ``weight_gradients``.
         seen: What was measured, a sentence.
         remedy: What to do, words that "saves so much" can follow.
         gain_ms: Simulated, of one step, milliseconds.

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from pipeline_parts import load_checkpoint, make_part, save_sharded
+from pool import WorkerPool
 
+from lightning_pp.checkpoint import read_alone
 from lightning_pp.errors import CheckpointError
 
 
@@ -21,6 +23,18 @@ def save(path: Path, single_file: bool) -> None:
     whole = part.whole()
     if torch.distributed.get_rank() == 0:
         torch.save({**whole, "epoch": 1}, path)
+
+
+def save_both(pool: WorkerPool, folder: Path) -> dict[bool, Path]:
+    """A checkpoint in each format: whether it is a single file, and where it is."""
+    paths = {single_file: folder / f"{single_file}.ckpt" for single_file in (False, True)}
+    for single_file, path in paths.items():
+        pool.run(save, path, single_file, process_group=True)
+    return paths
+
+
+def read(path: Path) -> dict[str, Any]:
+    return read_alone(path, weights_only=False)
 
 
 def load(path: Path) -> tuple[str, dict[str, Any]]:

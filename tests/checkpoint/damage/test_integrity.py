@@ -5,29 +5,19 @@ from __future__ import annotations
 import pickle
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from damage_parts import flip, load, position_of, save
+from damage_parts import flip, load, position_of, read, save_both
 from pipeline_parts import differences, one_device
 from pool import WorkerPool
 
-from lightning_pp.checkpoint import read_alone
 from lightning_pp.checkpoint.storage.checksums import unsealed
 
 
 @pytest.fixture(scope="module")
 def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    where = tmp_path_factory.mktemp("saved")
-    paths = {single_file: where / f"{single_file}.ckpt" for single_file in (False, True)}
-    for single_file, path in paths.items():
-        pool.run(save, path, single_file, process_group=True)
-    return paths
-
-
-def read(path: Path) -> dict[str, Any]:
-    return read_alone(path, weights_only=False)
+    return save_both(pool, tmp_path_factory.mktemp("saved"))
 
 
 @pytest.mark.parametrize("single_file", [False, True], ids=["sharded", "single_file"])

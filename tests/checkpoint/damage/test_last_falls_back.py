@@ -66,6 +66,7 @@ def test_last_falls_back(pool: WorkerPool, tmp_path: Path, sharded: bool) -> Non
     assert largest_difference(found, together([result["weights"] for result in expected])) == 0
 
 
+@pytest.mark.nightly  # by day in test_newest_good.py
 def test_none_is_good(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(fit, tmp_path, True, 2, None)
     names = [path.name for path in tmp_path.glob("*.ckpt")]

@@ -18,10 +18,10 @@ from lightning_pp.checkpoint.ownership.ranks import Ranks
 from lightning_pp.errors import CheckpointError
 
 
-@pytest.fixture
-def run_folder(pool: WorkerPool, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three checkpoints, ``0.ckpt`` the oldest; the newest is a single file, and there is a link to it."""
-    where = tmp_path / "run" / "checkpoints"
+    where = tmp_path_factory.mktemp("saved") / "checkpoints"
     where.mkdir(parents=True)
     pool.run(save, where / "1.ckpt", False, process_group=True)
     shutil.copytree(where / "1.ckpt", where / "0.ckpt")
@@ -33,6 +33,11 @@ def run_folder(pool: WorkerPool, tmp_path: Path) -> Path:
     (where / "unfinished.ckpt" / "__0_0.distcp").write_bytes(b"of a save that was killed")
     (where / "notes.txt").write_text("no checkpoint")
     return where
+
+
+@pytest.fixture
+def run_folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run" / "checkpoints", symlinks=True))
 
 
 def weight_of(path: Path) -> torch.Tensor:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-from damage_parts import save
+from damage_parts import read, save_both
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pipeline_parts import differences
 from pool import WorkerPool
 
-from lightning_pp.checkpoint import read_alone
 from lightning_pp.errors import CheckpointError
 
 FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -21,15 +19,7 @@ FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=[HealthChe
 
 @pytest.fixture(scope="module")
 def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    where = tmp_path_factory.mktemp("saved")
-    paths = {single_file: where / f"{single_file}.ckpt" for single_file in (False, True)}
-    for single_file, path in paths.items():
-        pool.run(save, path, single_file, process_group=True)
-    return paths
-
-
-def read(path: Path) -> dict[str, Any]:
-    return read_alone(path, weights_only=False)
+    return save_both(pool, tmp_path_factory.mktemp("saved"))
 
 
 @pytest.mark.parametrize(

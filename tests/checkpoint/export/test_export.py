@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from pipeline_parts import differences, make_part, one_device, save_sharded
+from pipelined_fit import trainer
 from pool import WorkerPool
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
-from lightning_pp.checkpoint.export import Weights, export_safetensors_file
-from lightning_pp.checkpoint.storage.safetensors_file import map_folder, map_safetensors
+from lightning_pp.checkpoint import ParameterCatalog, RankPart
+from lightning_pp.checkpoint.storage.safetensors_file import map_folder, map_safetensors, write_safetensors
 from lightning_pp.cli.export import main
 from lightning_pp.errors import CheckpointError
 from lightning_pp.recipes.causal_lm import CausalLM
@@ -54,6 +57,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "row_normalized"])
 def test_plain_ckpt_is_what_one_device_saves(
     pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str
@@ -117,10 +121,10 @@ def test_reading_files_of_the_library(tmp_path: Path) -> None:
             map_safetensors(file)
 
 
-def test_a_dtype_that_the_format_has_not_is_refused(tmp_path: Path) -> None:
-    weights = Weights({"weight": torch.zeros(2, dtype=torch.complex128)})
-    with pytest.raises(CheckpointError, match="torch.complex128.*give --dtype"):
-        export_safetensors_file(weights, tmp_path / "a.safetensors")
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float4_e2m1fn_x2])
+def test_a_dtype_that_the_format_has_not_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    with pytest.raises(CheckpointError, match="weight is torch.*give --dtype"):
+        write_safetensors(tmp_path / "a.safetensors", {"weight": ((2,), dtype)}, lambda _: torch.empty(2), {})
     assert not list(tmp_path.iterdir())
 
 
@@ -135,20 +139,12 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def train_causal_lm(path: Path, model_type: str) -> None:
     pl.seed_everything(1, verbose=False)
     module = CausalLM(model_type, ARCHITECTURES[model_type], learning_rate=0.01, num_warmup_steps=1)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=PipelineParallelStrategy(2, num_microbatches=2, check_first_batches=False),
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(Tokens(), batch_size=4))
-    trainer.save_checkpoint(path)
+    run = trainer(2, PipelineParallelStrategy(2, num_microbatches=2, check_first_batches=False), max_steps=2)
+    run.fit(module, DataLoader(Tokens(), batch_size=4))
+    run.save_checkpoint(path)
 
 
+@pytest.mark.by_day(1)  # test_export_peft.py exports Llama
 @pytest.mark.parametrize("model_type", list(ARCHITECTURES))
 def test_transformers_loads_the_model_directory(
     pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], model_type: str
@@ -211,3 +207,57 @@ def test_refusals(pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"{shard} is missing" in refused(capsys, path, tmp_path / "z.safetensors")
     (tmp_path / "away").rename(shard)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.ckpt", "file.ckpt", "x.safetensors"]
+
+
+LARGE = 40  # matrices of 4 MB
+
+
+def save_many_matrices(path: Path) -> None:
+    """A checkpoint in which no tensor is large and all together are."""
+    state = {f"layers.{number}.weight": torch.full((1000, 1000), float(number)) for number in range(LARGE)}
+    torch.save({"state_dict": state, "optimizer_states": [], "lr_schedulers": []}, path.with_suffix(".file"))
+    catalog = ParameterCatalog(tuple(state), dict.fromkeys(state, (0,)), {n: v.shape for n, v in state.items()})
+    module = torch.nn.Module()
+    module.layers = torch.nn.ModuleList(torch.nn.Linear(1000, 1000, bias=False) for _ in range(LARGE))
+    module.load_state_dict(state)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pipeline", "data_parallel"))
+    save_sharded(path, RankPart(module, catalog, mesh), {"epoch": 1})
+
+
+def memory_of_export(source: Path, target: Path) -> int:
+    """What exporting adds to the anonymous memory of the process, at its peak; pages of files are not counted."""
+    peak, stop = 0, threading.Event()
+
+    def anonymous() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+    def watch() -> None:
+        nonlocal peak
+        while not stop.is_set():
+            peak = max(peak, anonymous())
+            stop.wait(0.001)
+
+    main([str(source), str(target.with_stem("warm_up"))])
+    before = anonymous()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    main([str(source), str(target)])
+    stop.set()
+    watcher.join()
+    return peak - before
+
+
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize("target", ["model.safetensors", "plain.ckpt"])
+def test_a_tensor_is_in_memory_at_a_time(pool: WorkerPool, tmp_path: Path, target: str) -> None:
+    source = tmp_path / "a.ckpt"
+    pool.run(save_many_matrices, source, world_size=1, process_group=True)
+    whole = LARGE * 4_000_000
+    (added,) = pool.run(memory_of_export, source, tmp_path / target, world_size=1)
+    assert added < whole / 4, f"{added / 1e6:.0f} MB for a checkpoint of {whole / 1e6:.0f} MB"
+    if target.endswith(".ckpt"):
+        state = torch.load(tmp_path / target, weights_only=True)["state_dict"]
+    else:
+        state = load_file(tmp_path / target)
+    assert all(bool((state[f"layers.{number}.weight"] == number).all()) for number in range(LARGE))

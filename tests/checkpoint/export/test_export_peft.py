@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from pipelined_fit import trainer
 from pool import WorkerPool
 from safetensors.torch import load_file
 from test_export import ARCHITECTURES, Tokens, exported, refused
@@ -42,23 +43,13 @@ def lora_fit(base: Path, num_processes: int, path: Path | None) -> tuple[float, 
         for name, parameter in module.named_parameters():
             if "lora_" in name and "magnitude" not in name:
                 parameter.copy_(torch.linspace(-0.3, 0.4, parameter.numel()).view(parameter.shape))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=num_processes,
-        strategy=PipelineParallelStrategy(2, num_microbatches=2, check_first_batches=False)
-        if num_processes > 1
-        else "auto",
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(Tokens(), batch_size=8))
+    pipeline = PipelineParallelStrategy(2, num_microbatches=2, check_first_batches=False)
+    run = trainer(num_processes, pipeline if num_processes > 1 else "auto", max_epochs=2)
+    run.fit(module, DataLoader(Tokens(), batch_size=8))
     if path is not None:
-        trainer.save_checkpoint(path)
+        run.save_checkpoint(path)
     trained = {name: value.detach().clone() for name, value in module.named_parameters() if value.requires_grad}
-    return float(trainer.callback_metrics["train_loss"]), trained
+    return float(run.callback_metrics["train_loss"]), trained
 
 
 def logits(model: Any) -> torch.Tensor:

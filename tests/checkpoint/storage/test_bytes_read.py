@@ -98,9 +98,10 @@ def load(path: Path, layout: tuple[int, int]) -> tuple[int, int]:
     return touched + bytes_read() - before, own
 
 
-KINDS = ("file", "folder", "safetensors", "shards")
+KINDS = ("folder", "file", "safetensors", "shards")
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [(kind, (2, 2)) for kind in KINDS]

@@ -129,26 +129,32 @@ def test_other_layouts_resume(pool: WorkerPool, store: ObjectStore, tmp_path: Pa
         assert largest_difference(together([result["weights"] for result in results]), expected) < EXACT
 
 
+TRAINED = f"s3://{BUCKET}/trained"
+
+
+@pytest.fixture(scope="module")
+def trained(pool: WorkerPool, store: ObjectStore) -> dict[str, torch.Tensor]:
+    """The weights in the checkpoint ``model.ckpt`` at :data:`TRAINED`, of two stages."""
+    results = pool.run(fit, TRAINED, (2, 1), 1, {}, {"dirpath": TRAINED, "filename": "model"}, environ=store.environ)
+    return together([result["weights"] for result in results])
+
+
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "async"])
 def test_a_failure_of_one_rank_is_told_on_all(
-    pool: WorkerPool, store: ObjectStore, in_this_process: None, in_background: bool
+    pool: WorkerPool, store: ObjectStore, in_this_process: None, trained: dict[str, torch.Tensor], in_background: bool
 ) -> None:
     """Rank 1 loses the store: the checkpoint that was to be replaced stays, and loads."""
-    name = f"failure_{in_background}"
-    url = f"s3://{BUCKET}/{name}"
     options = {"async_checkpoint": in_background}
-    saved = {"dirpath": url, "filename": "model", "enable_version_counter": False, "every_n_train_steps": 4}
-    trained = pool.run(fit, url, (2, 1), 1, options, saved, environ=store.environ)
-    expected = together([result["weights"] for result in trained])
-    before = store.names(f"{name}/")
-    results = pool.run(fit, url, (2, 1), 1, options, saved, None, True, environ=store.environ, timeout=120)
+    saved = {"dirpath": TRAINED, "filename": "model", "enable_version_counter": False, "every_n_train_steps": 4}
+    before = store.names("trained/")
+    results = pool.run(fit, TRAINED, (2, 1), 1, options, saved, None, True, environ=store.environ, timeout=120)
     for result in results:
-        assert result["error"].startswith(f"CheckpointError: {url}/model.ckpt cannot be written"), result["error"]
+        assert result["error"].startswith(f"CheckpointError: {TRAINED}/model.ckpt cannot be written"), result["error"]
         assert "127.0.0.1:9" in result["error"] and "on rank 1" in result["error"]
-    assert store.names(f"{name}/") == before
+    assert store.names("trained/") == before
     fsspec.get_filesystem_class("s3").clear_instance_cache()
-    assert largest_difference(read_alone(f"{url}/model.ckpt")["state_dict"], expected) == 0
+    assert largest_difference(read_alone(f"{TRAINED}/model.ckpt")["state_dict"], trained) == 0
 
 
 def die_before_the_table(url: str, saved: dict[str, Any]) -> None:
@@ -226,27 +232,27 @@ def test_a_missing_shard_is_named(pool: WorkerPool, store: ObjectStore) -> None:
         assert f"{url}/model.ckpt/{shard} is missing" in result["error"]
 
 
-def test_a_folder_is_read_and_exported_by_one_process(
-    pool: WorkerPool, store: ObjectStore, in_this_process: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_folder_is_exported_by_one_process(
+    store: ObjectStore,
+    in_this_process: None,
+    trained: dict[str, torch.Tensor],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    url = f"s3://{BUCKET}/alone"
-    results = pool.run(fit, url, (2, 1), 1, {}, {"dirpath": url, "filename": "model"}, environ=store.environ)
-    expected = together([result["weights"] for result in results])
     fsspec.get_filesystem_class("s3").clear_instance_cache()
-    assert largest_difference(read_alone(f"{url}/model.ckpt")["state_dict"], expected) == 0
-    for target in (f"{url}/plain.ckpt", str(tmp_path / "missing.ckpt")):
-        source = f"{url}/{'model' if target.startswith('s3') else 'missing'}.ckpt"
+    for target in (f"{TRAINED}/plain.ckpt", str(tmp_path / "missing.ckpt")):
+        source = f"{TRAINED}/{'model' if target.startswith('s3') else 'missing'}.ckpt"
         with pytest.raises(SystemExit):
             export([source, target])
     told = capsys.readouterr().err
-    assert "is a URL. Give a target on this machine" in told and f"{url}/missing.ckpt does not exist" in told
-    export([f"{url}/model.ckpt", str(tmp_path / "plain.ckpt")])
-    assert largest_difference(torch.load(tmp_path / "plain.ckpt")["state_dict"], expected) == 0
+    assert "is a URL. Give a target on this machine" in told and f"{TRAINED}/missing.ckpt does not exist" in told
+    export([f"{TRAINED}/model.ckpt", str(tmp_path / "plain.ckpt")])
+    assert largest_difference(torch.load(tmp_path / "plain.ckpt")["state_dict"], trained) == 0
     # what is downloaded is a checkpoint as well
     (tmp_path / "model.ckpt").mkdir()
-    for name in store.names("alone/model.ckpt/"):
-        (tmp_path / "model.ckpt" / name).write_bytes(store.get(f"alone/model.ckpt/{name}"))
-    assert largest_difference(read_alone(tmp_path / "model.ckpt")["state_dict"], expected) == 0
+    for name in store.names("trained/model.ckpt/"):
+        (tmp_path / "model.ckpt" / name).write_bytes(store.get(f"trained/model.ckpt/{name}"))
+    assert largest_difference(read_alone(tmp_path / "model.ckpt")["state_dict"], trained) == 0
 
 
 def test_a_file_of_a_web_server(tmp_path: Path) -> None:
@@ -290,7 +296,8 @@ def fit_twice(url: str, options: dict[str, Any], saved: dict[str, Any]) -> dict[
     return fit(url, (1, 1), 2, options, saved, "last")
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["plain", "engine"])
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize("in_background", [True, False], ids=["engine", "plain"])
 def test_memory_of_one_process(pool: WorkerPool, tmp_path: Path, in_background: bool) -> None:
     """One device: Lightning's own file, and with ``async_checkpoint`` the engine's folder."""
     url = f"memory://one_process_{in_background}"

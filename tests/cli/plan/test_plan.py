@@ -280,6 +280,17 @@ def test_memory_is_parameters_gradients_adam_and_what_microbatches_hold(whole_pl
     assert gpipe["peak_microbatches"] == pytest.approx([NUM_MICROBATCHES] * 2)
 
 
+def test_microbatches_are_counted_whatever_they_hold() -> None:
+    again = "strategy.activation_checkpointing=true"
+    for more in ((), (again,)):
+        plan, _ = planned("schedules=[gpipe,1f1b]", "strategy.schedule=gpipe", *more)
+        counted = {one.name: one.peak_microbatches for one in plan.table.usable}
+        assert counted == {"gpipe": (NUM_MICROBATCHES,) * 2, "1f1b": (2, 1)}
+    plan, _ = planned("schedules=[gpipe]", "strategy.schedule=gpipe", again, "strategy.activation_offload=true")
+    (moved,) = plan.table.usable
+    assert 1 <= moved.peak_microbatches[0] < NUM_MICROBATCHES, "what waits on the host is not held"
+
+
 def test_blocks_that_are_run_again_hold_their_inputs() -> None:
     """Three blocks on a rank: inputs of all microbatches, and in I what one block saves in one microbatch."""
     options = ("schedules=[gpipe]", "strategy.schedule=gpipe")
@@ -326,6 +337,7 @@ def cut_of_training(config_json: str) -> dict[str, int]:
     return dict(run.trainer.strategy.engine.split.partition.stage_of_unit)  # type: ignore[attr-defined]
 
 
+@pytest.mark.nightly  # by day with a limit, below
 def test_the_cut_is_the_one_that_training_makes(pool: WorkerPool) -> None:
     from omegaconf import OmegaConf
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -76,7 +75,7 @@ def brute_force(*overrides: str) -> dict[tuple[Layout, ShardingChoice], Plan | s
         for sharding in search.space.sharding_of(layout):
             words = words_of(layout, sharding, search.config, search.batch_size_key)
             try:
-                found[layout, sharding] = alone(search, words, *overrides)
+                found[layout, sharding] = alone(search, words, *overrides, f"schedules=[{layout.schedule}]")
             except (UserError, ConfigurationError, SplitError) as error:
                 found[layout, sharding] = str(error)
     return found
@@ -120,7 +119,8 @@ def test_the_best_plans_are_those_of_all_planned_alone(limit_gib: float | None, 
         assert found.planned.peak_bytes <= limit
 
 
-@pytest.mark.parametrize("limit_gib", ["null", pytest.param("0.0016", marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # by day the best of two devices are those of all plans
+@pytest.mark.parametrize("limit_gib", ["null", "0.0016"])
 def test_what_is_left_out_on_64_devices_is_none_of_the_best(limit_gib: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = [
         "trainer.devices=64",
@@ -167,15 +167,6 @@ def test_no_bound_is_above_what_a_plan_takes_and_holds() -> None:
     assert num_checked > 15
 
 
-def test_the_rank_with_most_work_has_no_less_than_the_bound() -> None:
-    times = np.array([1.0, 1.0, 1.0, 1.0, 2.0])
-    blocks = Blocks(times * np.array([[0.5], [0.25], [0.25]]), np.zeros((2, 5)), [[]] * 5)
-    assert blocks.longest_work(2) == pytest.approx(3.0)  # the mean
-    assert blocks.longest_work(3) == pytest.approx(2.0)  # of the four largest two are together
-    assert blocks.longest_work(4) == pytest.approx(2.0)
-    assert blocks.longest_work(5) == pytest.approx(2.0)  # the largest alone
-
-
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_h2"])
 @pytest.mark.parametrize("after_input", [0.0, 0.6])
 def test_microbatches_that_a_rank_holds_are_the_peaks_of_the_simulation(name: str, after_input: float) -> None:
@@ -216,6 +207,7 @@ def test_programs_that_depend_on_costs_are_not_taken_for_fixed() -> None:
     assert "auto" not in fixed
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_gathers_and_reductions_of_one_stage_are_those_of_rings(num_microbatches: int) -> None:
     def of(mode: str) -> tuple[Plan, float]:
@@ -299,7 +291,8 @@ def test_samples_of_a_step_need_not_divide_the_batch() -> None:
     search, _ = searched(*run, "samples_per_step=6")
     assert not search.result.impossible
     assert {layout.microbatch_size for layout in search.space.layouts()} >= {1, 3}
-    for found in search.result.best:
+    of_three_first = sorted(search.result.best, key=lambda found: found.layout.microbatch_size != 3)
+    for found in of_three_first[:4]:
         plan = alone(search, search.words(found), *run)
         assert plan.cutter.batch_size == found.layout.batch_size
         assert found.time_in_a_row == plan.time_with_collectives

@@ -23,7 +23,8 @@ def costs(*overrides: str) -> tuple[float, float, float]:
     return found.forward[0], found.backward_input[0], found.backward_weight[0]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize("checkpointing", [True, False])
 def test_blocks_wait_for_two_sums_in_forward_and_in_backward(checkpointing: bool) -> None:
     run = [*TENSOR, f"strategy.activation_checkpointing={str(checkpointing).lower()}"]
     at_once = costs(*run, "node_link_latency_us=0")

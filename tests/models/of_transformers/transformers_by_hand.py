@@ -145,9 +145,8 @@ def swin() -> nn.Module:
 
 
 def mixtral(**options: Any) -> nn.Module:
-    config = hf.MixtralConfig(
-        **SMALL, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2, use_cache=False, **options
-    )
+    experts = {"num_key_value_heads": 1, "num_local_experts": 3, "num_experts_per_tok": 2}
+    config = hf.MixtralConfig(**{**SMALL, **experts, "use_cache": False, **options})
     config._experts_implementation = "eager"  # the grouped product knows no float64
     return WithLoss(hf.MixtralForCausalLM(config))
 

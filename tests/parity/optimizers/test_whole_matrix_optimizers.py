@@ -62,7 +62,7 @@ def train(layout: Layout | None, kind: str, num_epochs: int, path: Path | None =
         kwargs = {"devices": layout.world_size, "strategy": layout.strategy(check_first_batches=False, **options)}
     module = make(Trains, kind=kind).double()  # Lightning loads a checkpoint before it converts the module
     trainer = make_unchecked_trainer(None, max_epochs=num_epochs, limit_val_batches=0, **kwargs)
-    trainer.fit(module, datamodule=Data(num_train=24), ckpt_path=None if saves else path)
+    trainer.fit(module, datamodule=Data(num_train=16), ckpt_path=None if saves else path)
     if saves:
         trainer.save_checkpoint(path)
     return module

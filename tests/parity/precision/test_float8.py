@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from float8_models import RECIPES, Float8GPT, token_batches
+from parity_run import QUIET
 from pool import WorkerPool
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -26,14 +27,10 @@ def train(
     changes = options.pop("changes", {})
     module = Float8GPT(recipe, **changes)
     trainer = pl.Trainer(
-        accelerator="cpu",
+        **QUIET,
         devices=devices,
         strategy=strategy,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **options,
     )
     trainer.fit(module, batches or token_batches())

@@ -11,6 +11,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from parity_run import QUIET
 from pool import WorkerPool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,12 +24,6 @@ from lightning_pp import PipelineParallelStrategy
 
 WIDTH, VOCABULARY, LENGTH, NUM_BLOCKS = 16, 40, 6, 4
 NUM_BATCHES, BATCH_SIZE, NUM_MICROBATCHES = 3, 8, 4
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class Block(nn.Module):
@@ -110,7 +105,6 @@ def fitted(
     module = Model(options.pop("tied", False))
     arguments = {"plugins": precision} if not isinstance(precision, str) else {"precision": precision}
     trainer = L.Trainer(
-        accelerator="cpu",
         devices=num_ranks,
         strategy="auto" if strategy is None else PipelineParallelStrategy(**strategy, check_first_batches=False),
         max_epochs=1,
@@ -275,7 +269,7 @@ def fit_norm_first(
 ) -> dict[str, Tensor]:
     """In a worker or here: weights after three batches."""
     trainer = L.Trainer(
-        accelerator="cpu", devices=num_ranks, strategy=strategy, precision=precision, max_epochs=1,
+        devices=num_ranks, strategy=strategy, precision=precision, max_epochs=1,
         use_distributed_sampler=False, **QUIET,
     )  # fmt: skip
     samples = torch.randn(NUM_BATCHES * BATCH_SIZE, WIDTH, generator=torch.Generator().manual_seed(4))

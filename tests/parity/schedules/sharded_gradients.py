@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
+from parity_run import QUIET
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -196,17 +197,13 @@ def trained(case: Case, callbacks: Iterable[L.Callback] = ()) -> tuple[Module, P
     """One optimizer step by the pipeline; in a worker."""
     strategy = case.strategy()
     trainer = L.Trainer(
-        accelerator="cpu",
+        **QUIET,
         devices=case.world_size,
         strategy=strategy,
         precision="64-true",
         max_epochs=1,
         accumulate_grad_batches=case.accumulate,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=list(callbacks),
     )
     module = make_module(case)

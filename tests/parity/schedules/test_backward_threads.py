@@ -60,6 +60,6 @@ RUNS: list[Any] = [
     ("model", "layout", "options"), RUNS, ids=lambda value: value if isinstance(value, str) else None
 )
 def test_training_is_that_of_one_device(pool: WorkerPool, model: str, layout: Layout, options: dict[str, Any]) -> None:
-    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm", only_trains=True)
+    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm", num_samples=22, only_trains=True)
     outcomes = pool.run(train_with_threads, settings, layout, options, world_size=layout.world_size, timeout=120)
     check_like_one_device(outcomes, settings, layout)

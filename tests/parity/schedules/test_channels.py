@@ -81,7 +81,8 @@ LAYOUTS += [
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=str)
 def test_training_is_that_of_one_device(pool: WorkerPool, model: str, layout: Layout) -> None:
     only_trains = layout.schedule == "auto"
-    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm", only_trains=only_trains)
+    clipped = {"accumulate": 2, "clip_val": 0.05, "clip_algorithm": "norm", "num_samples": 22}
+    settings = Settings(model, **clipped, only_trains=only_trains)
     outcomes = pool.run(
         train_over_channels, ChannelTransport, settings, layout, world_size=layout.world_size, timeout=120
     )

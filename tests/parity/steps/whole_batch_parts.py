@@ -147,7 +147,7 @@ class WholeBatchModel(L.LightningModule):
 class Pairs(L.LightningDataModule):
     """Two views and a label; the last batch is smaller."""
 
-    def __init__(self, num_samples: int = 22, batch_size: int = 8) -> None:
+    def __init__(self, num_samples: int = 14, batch_size: int = 8) -> None:
         super().__init__()
         self.num_samples, self.batch_size = num_samples, batch_size
 

@@ -14,7 +14,7 @@ from waiting_channels import ChannelTransport
 from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.runtime.transport.route import Message
 
-SETTINGS: dict[str, Any] = {"accumulate": 2, "optimizer": "adamw", "only_trains": True}
+SETTINGS: Any = {"accumulate": 2, "optimizer": "adamw", "num_samples": 22, "max_epochs": 1, "only_trains": True}
 
 
 class CountedGroup:
@@ -81,7 +81,7 @@ def test_half_of_the_bytes_cross(pool: WorkerPool, model: str, schedule: str, se
 
 
 def test_the_numbers_are_those_of_whole_messages_bit_for_bit(pool: WorkerPool) -> None:
-    settings, layout = Settings("residual_mlp", only_trains=True), Layout("zb_v", 2, 1, 3, tensor=2)
+    settings, layout = Settings("residual_mlp", **SETTINGS), Layout("zb_v", 2, 1, 3, tensor=2)
     outcomes = pool.run(train_pipelined, settings, layout, {}, world_size=4, timeout=200)
     whole = merged(outcomes, layout)  # none of these tensors is large
     told = pool.run(train_counted, settings, layout, {}, world_size=4, timeout=200)

@@ -12,10 +12,9 @@ from lightning_utilities.core import rank_zero
 from parity_run import Layout, Outcome, Settings, check_like_one_device, train
 from pool import WorkerPool
 
-SETTINGS = Settings(
-    "llama_float64_loss", accumulate=2, clip_val=0.05, optimizer="adamw", max_epochs=1, only_trains=True
-)
-OF_ONE_SIZE, VALIDATED = replace(SETTINGS, num_samples=16), replace(SETTINGS, only_trains=False)
+# of one size: each size is compiled by itself, and takes long
+SETTINGS = Settings("short_llama", clip_val=0.05, optimizer="adamw", num_samples=16, max_epochs=1, only_trains=True)
+OF_TWO_SIZES = replace(SETTINGS, model="llama_float64_loss", accumulate=2, num_samples=22, only_trains=False)
 
 
 def train_compiled(settings: Settings, layout: Layout, backend: str, options: dict[str, Any]) -> tuple[Any, ...]:
@@ -54,33 +53,34 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("sizes", "schedule", "sequence"), cases())
 def test_compiled_parts(pool: WorkerPool, sizes: tuple[int, int, int], schedule: str, sequence: bool) -> None:
-    layout, settings = Layout(schedule, *sizes[:2], 2, tensor=sizes[2]), SETTINGS if sizes[0] == 1 else OF_ONE_SIZE
-    assert check(pool, settings, layout, "aot_eager", sequence_parallel=sequence) == []
+    layout = Layout(schedule, *sizes[:2], 2, tensor=sizes[2])
+    assert check(pool, SETTINGS, layout, "aot_eager", sequence_parallel=sequence) == []
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("layout", [Layout("1f1b", 1, 1, 2, tensor=2), Layout("zb_h1", 2, 1, 2, tensor=2)], ids=str)
 def test_parts_compiled_by_inductor(pool: WorkerPool, layout: Layout, sequence: bool) -> None:
-    assert check(pool, VALIDATED, layout, "inductor", sequence_parallel=sequence) == []
+    settings = replace(OF_TWO_SIZES if layout.pipeline == 1 else SETTINGS, model="llama_float64_norms")
+    assert check(pool, settings, layout, "inductor", sequence_parallel=sequence) == []
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("sharding", ["full_shard", "replicate"])
 def test_compiled_parts_of_shards(pool: WorkerPool, sharding: str) -> None:
     layout = Layout("zb_h1", 1, 2, 2, tensor=2)
-    assert check(pool, OF_ONE_SIZE, layout, "aot_eager", sharding=sharding) == []
+    assert check(pool, SETTINGS, layout, "aot_eager", sharding=sharding) == []
 
 
 @pytest.mark.nightly
 def test_compiled_parts_that_run_again_in_backward(pool: WorkerPool) -> None:
     layout = Layout("zb_h1", 1, 1, 2, tensor=2)
-    assert check(pool, OF_ONE_SIZE, layout, "aot_eager", activation_checkpointing=True) == []
+    assert check(pool, SETTINGS, layout, "aot_eager", activation_checkpointing=True) == []
 
 
 @pytest.mark.nightly
 def test_units_that_run_uncompiled_are_told(pool: WorkerPool) -> None:
-    layout, settings = Layout("zb_h1", 2, 1, 2, tensor=2), replace(OF_ONE_SIZE, model="mixtral_float64_loss")
+    layout, settings = Layout("zb_h1", 2, 1, 2, tensor=2), replace(SETTINGS, model="mixtral_float64_loss")
     results = pool.run(train_compiled, settings, layout, "aot_eager", {}, world_size=layout.world_size, timeout=280)
     check_like_one_device([outcome for outcome, _, _ in results], settings, layout)
     (line,) = [line for _, _, lines in results for line in lines if "uncompiled" in line]

@@ -283,7 +283,7 @@ class StopsItself(Classifier):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.batches.append(batch_idx)
-        if self.how == "should_stop" and self.trainer.global_step == 4:
+        if self.how == "should_stop" and self.trainer.global_step == 3:
             self.trainer.should_stop = True
 
 
@@ -294,7 +294,7 @@ def loops_that_end_early(layout: Layout | None, folder: Path) -> Any:
         "skips the rest": {},
         "should_stop": {"max_epochs": 5},
         "should_stop, at least 3 epochs": {"max_epochs": 5, "min_epochs": 3},
-        "max_steps": {"max_epochs": 5, "max_steps": 5},
+        "max_steps": {"max_epochs": 5, "max_steps": 3},
         "nothing": {"max_epochs": 0},
         "no batches": {"limit_train_batches": 0},
     }

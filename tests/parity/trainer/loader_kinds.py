@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
-NUM_SAMPLES, BATCH_SIZE = 24, 4
+NUM_BATCHES, BATCH_SIZE = 3, 4
+NUM_SAMPLES = NUM_BATCHES * BATCH_SIZE
 
 
 class Samples(Dataset[Tensor]):
@@ -64,11 +65,11 @@ class Batches:
         self.generator = random.Random(3)
 
     def __iter__(self) -> Iterator[Tensor]:
-        for _ in range(6):
+        for _ in range(NUM_BATCHES):
             yield torch.full((BATCH_SIZE, 4), self.generator.random(), dtype=torch.float64)
 
     def __len__(self) -> int:
-        return 6
+        return NUM_BATCHES
 
 
 class OwnOrder(Sampler[int]):
@@ -87,15 +88,15 @@ class OwnBatches(Sampler[list[int]]):
         self.generator = random.Random(2)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(6):
+        for _ in range(NUM_BATCHES):
             yield [self.generator.randrange(NUM_SAMPLES) for _ in range(BATCH_SIZE)]
 
     def __len__(self) -> int:
-        return 6
+        return NUM_BATCHES
 
 
 def drawn_batches() -> Iterator[Tensor]:
-    for _ in range(12):
+    for _ in range(2 * NUM_BATCHES):
         yield torch.full((BATCH_SIZE, 4), random.random(), dtype=torch.float64)
 
 

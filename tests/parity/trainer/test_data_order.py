@@ -91,7 +91,7 @@ def unseeded(layout: Layout) -> Any:
 
 def test_without_a_seed_all_ranks_have_the_order_of_the_first(pool: WorkerPool) -> None:
     first, second = pool.run(unseeded, TWO_STAGES, world_size=2)
-    assert first == second and len(first) == 12
+    assert first == second and len(first) == 6
 
 
 def drawn_after_no_step(kind: str, layout: Layout | None) -> Any:

@@ -61,7 +61,7 @@ def run(name: str, num_stages: int | None = None, schedule: str = "1f1b") -> Run
         **QUIET,
         devices=num_stages or 1,
         strategy=strategy,
-        max_epochs=2,
+        max_epochs=1,
         precision="64-true",
         use_distributed_sampler=False,
         callbacks=[Notes(result)],

@@ -42,7 +42,8 @@ def check(pool: WorkerPool, settings: Settings, layout: Layout, backend: str, **
 
 
 def test_compiled_units_train_as_one_device_does(pool: WorkerPool) -> None:
-    check(pool, replace(SETTINGS, model="residual_mlp"), Layout("zb_h1", 2, 1, 4), "aot_eager")
+    of_one_size = replace(SETTINGS, model="residual_mlp", num_samples=16, num_val_samples=4)
+    check(pool, of_one_size, Layout("zb_h1", 2, 1, 4), "aot_eager")
 
 
 @pytest.mark.nightly
@@ -69,12 +70,13 @@ def test_every_kind_of_schedule_with_inductor(pool: WorkerPool, schedule: str) -
 
 
 def fit(module: LightningModule, layout: Layout, backend: str) -> None:
-    """In a worker: three batches with compiled units."""
+    """In a worker: two batches with compiled units."""
     trainer = Trainer(
         **QUIET,
         devices=layout.world_size,
         strategy=layout.strategy(compile={"backend": backend}, check_first_batches=False),
-        max_steps=3,
+        max_steps=2,
+        limit_val_batches=0,
         precision="64-true",
         use_distributed_sampler=False,
     )

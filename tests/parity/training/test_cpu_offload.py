@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
-from parity_run import Layout, Settings
+from parity_run import Layout
 from pool import WorkerPool
-from test_resume import ONE_DEVICE, assert_continues, joined, train_part, uninterrupted
+from test_resume import FILE, ONE_DEVICE, SETTINGS, Chain, check_chain
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -23,18 +24,12 @@ MIB = 2**20
 @pytest.mark.nightly
 def test_clipped_training_that_moves_on_and_off_the_host(pool: WorkerPool, tmp_path: Path) -> None:
     """A tied embedding on one rank, then on two, with one replica; then another kind of checkpoint on one device."""
-    settings = Settings("gpt2_float64_loss", optimizer="adamw", two_groups=True, clip_val=0.05, clip_algorithm="norm")
-    chain: list[tuple[Layout | None, dict[str, Any]]] = [
+    chain: Chain = [
         (Layout("zb_v", 2, 2, 2), {"options": {**OFFLOADED, "sharding": "full_shard"}}),
-        (Layout("zb_h1", 2, 1, 3), {"options": OFFLOADED, "single_file": True}),
-        (ONE_DEVICE, {}),
+        (Layout("zb_h1", 2, 1, 3), {"options": OFFLOADED, **FILE}),
+        (ONE_DEVICE, FILE),
     ]
-    parts, path = [], None
-    for (layout, how), stop_after in zip(chain, (2, 4, -1), strict=True):
-        target = tmp_path / f"{stop_after}.ckpt"
-        parts.append(train_part(pool, layout, settings, start_from=path, stop_after=stop_after, save_to=target, **how))
-        path = target
-    assert_continues(joined(*parts), uninterrupted(settings))
+    check_chain(pool, tmp_path, chain, replace(SETTINGS, scheduler=False, clip_val=0.05, clip_algorithm="norm"))
 
 
 class Wide(L.LightningModule):

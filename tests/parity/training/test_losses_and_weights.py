@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from parity_models import MODELS
+from parity_models import MODELS as ALL_MODELS
 from parity_run import Layout, Settings, differences, distance_moved, reference, run_pipeline, tensor_difference
 from pool import WorkerPool
 
@@ -24,11 +24,13 @@ TOLERANCE = 1e-9
 FLOAT32_LOSS_TOLERANCE = 1e-6
 FLOAT32_WEIGHT_TOLERANCE = 1e-7
 FLOAT32_LOSSES = ("gpt2", "llama")
+MODELS = [name for name in ALL_MODELS if not name.startswith(("odd_", "short_"))]  # those are for tests of their own
 MAIN_SCHEDULES = ("gpipe", "1f1b", "zb_h1")
 
-# 22 samples in batches of 8 and 10 in batches of 4: the last batch is smaller, in training and in validation
+# 14 samples in batches of 8 and 6 in batches of 4: the last batch is smaller, in training and in validation
 PLAIN: dict[str, Any] = {}
-ACCUMULATED = {"accumulate": 2, "clip_val": 0.05, "clip_algorithm": "norm"}
+CLIPPED = {"accumulate": 2, "clip_val": 0.05, "clip_algorithm": "norm"}
+ACCUMULATED = {**CLIPPED, "num_samples": 22, "max_epochs": 1}  # two updates, the second of one batch
 CLIPPED_BY_VALUE = {"clip_val": 1e-3, "clip_algorithm": "value", "optimizer": "adamw", "scheduler": True}
 GROUPS_AND_FROZEN = {"two_groups": True, "scheduler": True, "frozen": True, "accumulate": 2}
 FEWER_SAMPLES = {"num_samples": 10, "batch_size": 4, "num_val_samples": 6, "two_groups": True}
@@ -130,7 +132,7 @@ def test_every_schedule(
     pool: WorkerPool, schedule: str, model: str, record_property: Callable[[str, object], None]
 ) -> None:
     """``auto`` changes its schedule before the last of four batches."""
-    settings = Settings(model, num_samples=18, batch_size=12, **ACCUMULATED)
+    settings = Settings(model, num_samples=18, batch_size=12, **CLIPPED)
     check(pool, settings, Layout(schedule, 2, 1, 6), record_property)
 
 

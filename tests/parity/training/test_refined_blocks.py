@@ -13,7 +13,7 @@ import torch
 from parity_models import DATASETS, MODELS, LlamaFloat64Loss
 from parity_run import QUIET, Layout, Settings, check_like_one_device, train_pipelined
 from pool import WorkerPool
-from test_resume import ONE_DEVICE, assert_continues, joined, train_part, uninterrupted
+from test_resume import FILE, ONE_DEVICE, check_chain
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -78,7 +78,7 @@ _MORE: list[tuple[str, Layout, Sequence[str], dict[str, Any]]] = [
 def test_cuts_inside_blocks_train_as_one_device(
     pool: WorkerPool, model: str, layout: Layout, split_points: Sequence[str], options: dict[str, Any]
 ) -> None:
-    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm", only_trains=True)
+    settings = Settings(model, accumulate=2, clip_val=0.05, clip_algorithm="norm", num_samples=22, only_trains=True)
     options = {**options, "split_points": list(split_points)}
     outcomes = pool.run(train_pipelined, settings, layout, options, world_size=layout.world_size, timeout=120)
     check_like_one_device(outcomes, settings, layout)
@@ -86,19 +86,8 @@ def test_cuts_inside_blocks_train_as_one_device(
 
 @pytest.mark.nightly
 def test_checkpoints_go_on_with_whole_blocks_and_on_one_device(pool: WorkerPool, tmp_path: Path) -> None:
-    settings = Settings("gpt2_float64_loss", optimizer="adamw", two_groups=True)
-    cut_inside = {"split_points": list(GPT2[:2])}
-    chain: list[tuple[Layout | None, dict[str, Any]]] = [
-        (Layout("zb_h1", 3, 1, 3), {"options": cut_inside}),
-        (Layout("1f1b", 2, 1, 3), {"single_file": True}),
-        (ONE_DEVICE, {}),
-    ]
-    parts, path = [], None
-    for (layout, how), stop_after in zip(chain, (2, 4, -1), strict=True):
-        target = tmp_path / f"{stop_after}.ckpt"
-        parts.append(train_part(pool, layout, settings, start_from=path, stop_after=stop_after, save_to=target, **how))
-        path = target
-    assert_continues(joined(*parts), uninterrupted(settings))
+    cut_inside = Layout("zb_h1", 3, 1, 3), {"options": {"split_points": list(GPT2[:2])}}
+    check_chain(pool, tmp_path, [cut_inside, (Layout("1f1b", 2, 1, 3), FILE), (ONE_DEVICE, FILE)])
 
 
 class Block(nn.Module):
@@ -148,7 +137,7 @@ def fit_three(
 ) -> tuple[list[float], tuple[str, ...], list[str]]:
     """Losses, the blocks that are cut inside, and the names of this rank's parameters."""
     trainer = L.Trainer(
-        **QUIET, precision="64-true", max_epochs=2, devices=2 if strategy else 1, strategy=strategy or "auto"
+        **QUIET, precision="64-true", max_epochs=1, devices=2 if strategy else 1, strategy=strategy or "auto"
     )
     module = Three(*size)
     trainer.fit(module)

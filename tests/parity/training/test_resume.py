@@ -5,9 +5,9 @@ Lightning itself resumes in the middle of an epoch only with a loader that can (
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,10 @@ from parity_run import (
 from pool import WorkerPool
 from torch.utils.data import DataLoader
 
-from lightning_pp import PipelineParallelStrategy
-
 TOLERANCE = 1e-9
 # 3 batches an epoch, the last one smaller; the optimizer, the scheduler and the groups all have state
-SETTINGS = Settings("gpt2_float64_loss", optimizer="adamw", two_groups=True, scheduler=True)
-SPLIT_CONVOLUTIONS = Settings("unet", clip_val=0.05, clip_algorithm="norm", scheduler=True)
+SETTINGS = Settings("gpt2_float64_loss", optimizer="adamw", two_groups=True, scheduler=True, num_samples=22)
+SPLIT_CONVOLUTIONS = Settings("unet", clip_val=0.05, clip_algorithm="norm", scheduler=True, num_samples=22)
 MIDDLE_OF_SECOND_EPOCH = 4
 TWO_STAGES = Layout("zb_h1", 2, 1, 3)
 TWO_BY_TWO = Layout("1f1b", 2, 2, 2)
@@ -202,25 +200,22 @@ def test_resume_within_an_accumulating_run(pool: WorkerPool, tmp_path: Path) -> 
     assert_continues(joined(first, second), uninterrupted(settings))
 
 
-CHAINS: dict[str, list[tuple[Layout | None, bool]]] = {
-    "sharded-2x1-1x2-3x1": [(TWO_STAGES, False), (TWO_REPLICAS, False), (THREE_STAGES, False)],
-    "pipeline-one_device-pipeline": [(TWO_STAGES, True), (ONE_DEVICE, True), (TWO_BY_TWO, True)],
-    "one_device-pipeline-one_device": [(ONE_DEVICE, True), (TWO_BY_TWO, True), (ONE_DEVICE, True)],
-    "single_file-then-sharded": [(THREE_STAGES, True), (TWO_BY_TWO, False), (TWO_STAGES, False)],
+Chain = list[tuple[Layout | None, Mapping[str, Any]]]  # where it trains, and how (of part_of_training)
+FILE, FOLDER = {"single_file": True}, {"single_file": False}
+CHAINS: dict[str, Chain] = {
+    "sharded-2x1-1x2-3x1": [(TWO_STAGES, FOLDER), (TWO_REPLICAS, FOLDER), (THREE_STAGES, FOLDER)],
+    "pipeline-one_device-pipeline": [(TWO_STAGES, FILE), (ONE_DEVICE, FILE), (TWO_BY_TWO, FILE)],
+    "one_device-pipeline-one_device": [(ONE_DEVICE, FILE), (TWO_BY_TWO, FILE), (ONE_DEVICE, FILE)],
+    "single_file-then-sharded": [(THREE_STAGES, FILE), (TWO_BY_TWO, FOLDER), (TWO_STAGES, FOLDER)],
 }
-
-
-TENSOR_CHAINS: dict[str, list[tuple[Layout | None, bool]]] = {
+TWO_TENSOR_RANKS = Layout("1f1b", 1, 1, 2, tensor=2)
+TENSOR_CHAINS: dict[str, Chain] = {
     "folder-file-one_device": [
-        (Layout("1f1b", 1, 2, 2, tensor=2), False),
-        (Layout("zb_v", 2, 1, 2, tensor=2), True),
-        (ONE_DEVICE, True),
+        (Layout("1f1b", 1, 2, 2, tensor=2), FOLDER),
+        (Layout("zb_v", 2, 1, 2, tensor=2), FILE),
+        (ONE_DEVICE, FILE),
     ],
-    "two_stages-two_tensor_ranks-two_stages": [
-        (TWO_STAGES, False),
-        (Layout("1f1b", 1, 1, 3, tensor=2), False),
-        (TWO_STAGES, False),
-    ],
+    "two_stages-two_tensor_ranks-two_stages": [(TWO_STAGES, FOLDER), (TWO_TENSOR_RANKS, FOLDER), (TWO_STAGES, FOLDER)],
 }
 
 
@@ -231,22 +226,17 @@ def test_tensor_size_changes_at_every_stop(pool: WorkerPool, tmp_path: Path, cha
     check_chain(pool, tmp_path, TENSOR_CHAINS[chain], replace(SETTINGS, only_trains=True))
 
 
-TWO_TENSOR_RANKS = Layout("1f1b", 1, 1, 2, tensor=2)
-
-
 @pytest.mark.parametrize(
     "chain",
     [
-        [(TWO_TENSOR_RANKS, True), (ONE_DEVICE, True), (TWO_TENSOR_RANKS, False)],
+        [(TWO_TENSOR_RANKS, FILE), (ONE_DEVICE, FILE), (TWO_TENSOR_RANKS, FOLDER)],
         pytest.param(
-            [(TWO_TENSOR_RANKS, False), (TWO_STAGES, False), (TWO_TENSOR_RANKS, False)], marks=pytest.mark.nightly
+            [(TWO_TENSOR_RANKS, FOLDER), (TWO_STAGES, FOLDER), (TWO_TENSOR_RANKS, FOLDER)], marks=pytest.mark.nightly
         ),
     ],
     ids=["files", "folders"],
 )
-def test_a_vocabulary_in_unequal_parts(
-    pool: WorkerPool, tmp_path: Path, chain: list[tuple[Layout | None, bool]]
-) -> None:
+def test_a_vocabulary_in_unequal_parts(pool: WorkerPool, tmp_path: Path, chain: Chain) -> None:
     check_chain(pool, tmp_path, chain, replace(SETTINGS, model="odd_gpt2", only_trains=True))
 
 
@@ -257,50 +247,37 @@ def test_layout_changes_at_every_stop(pool: WorkerPool, tmp_path: Path, chain: s
 
 
 def check_chain(
-    pool: WorkerPool, tmp_path: Path, chain: list[tuple[Layout | None, bool]], settings: Settings = SETTINGS
+    pool: WorkerPool, tmp_path: Path, chain: Chain, settings: Settings = SETTINGS, stops: Sequence[int] = (2, 4, -1)
 ) -> None:
     """Stops after 2 and after 4 of 6 steps: in the middle of the first epoch and of the second."""
     parts, path = [], None
-    for (layout, single_file), stop_after in zip(chain, (2, 4, -1), strict=True):
+    for (layout, how), stop_after in zip(chain, stops, strict=True):
         target = tmp_path / f"{stop_after}.ckpt"
-        kind = {} if layout is None else {"single_file": single_file}
-        parts.append(train_part(pool, layout, settings, start_from=path, stop_after=stop_after, save_to=target, **kind))
+        parts.append(train_part(pool, layout, settings, start_from=path, stop_after=stop_after, save_to=target, **how))
         path = target
-    assert [len(part.losses) for part in parts] == [2, 2, 2]
+    assert [len(part.losses) for part in parts] == [b - a for a, b in pairwise((0, *stops[:-1], 6))]
     assert_continues(joined(*parts), uninterrupted(settings))
 
 
-# what the strategy does not take yet is left out
-FULL_SHARD = {
-    name: value
-    for name, value in {"sharding": "full_shard"}.items()
-    if name in inspect.signature(PipelineParallelStrategy).parameters
-}
-ELASTIC: list[tuple[Layout | None, Mapping[str, Any], bool]] = [
-    (Layout("zb_v", 2, 2, 2), FULL_SHARD, False),
-    (Layout("zb_h1", 4, 1, 4), {}, False),
-    (Layout("1f1b", 1, 2, 2), {}, True),
-    (ONE_DEVICE, {}, True),
-    (Layout("zb_v", 2, 2, 2), FULL_SHARD, False),
+FULL_SHARD = {"options": {"sharding": "full_shard"}}
+ELASTIC: Chain = [
+    (Layout("zb_v", 2, 2, 2), FULL_SHARD),
+    (Layout("zb_h1", 4, 1, 4), FOLDER),
+    (Layout("1f1b", 1, 2, 2), FILE),
+    (ONE_DEVICE, FILE),
+    (Layout("zb_v", 2, 2, 2), FULL_SHARD),
 ]
 
 
 @pytest.mark.nightly
 def test_elastic(pool: WorkerPool, tmp_path: Path) -> None:
     """One training of six steps in five places: a V of shards, a longer pipeline, replicas, one device, and back."""
-    parts, path = [], None
-    for (layout, options, single_file), stop_after in zip(ELASTIC, (1, 2, 4, 5, -1), strict=True):
-        target = tmp_path / f"{stop_after}.ckpt"
-        kind: dict[str, Any] = {} if layout is None else {"single_file": single_file, "options": options}
-        parts.append(train_part(pool, layout, SETTINGS, start_from=path, stop_after=stop_after, save_to=target, **kind))
-        path = target
-    assert [len(part.losses) for part in parts] == [1, 1, 2, 1, 1]
-    assert_continues(joined(*parts), uninterrupted(SETTINGS))
+    check_chain(pool, tmp_path, ELASTIC, stops=(1, 2, 4, 5, -1))
 
 
 def test_an_ordinary_loader_goes_on_within_an_epoch(pool: WorkerPool, tmp_path: Path) -> None:
     """Where plain Lightning would begin the data of the epoch again."""
-    settings = Settings("residual_mlp", scheduler=True)
+    settings = Settings("residual_mlp", scheduler=True, num_samples=22)
     path = tmp_path / "stopped.ckpt"
     stopped = train_part(pool, TWO_STAGES, settings, stop_after=2, save_to=path, data=ParityData)
     resumed = train_part(pool, TWO_STAGES, settings, start_from=path, data=ParityData)
@@ -338,18 +315,7 @@ def test_validate_from_a_checkpoint(pool: WorkerPool, tmp_path: Path, single_fil
 @pytest.mark.parametrize("way", ["foreach", "fused"])
 def test_updates_of_all_parameters_in_one_call(pool: WorkerPool, tmp_path: Path, way: str) -> None:
     """Sharded units beside whole parameters of the root; then one file, on one device."""
-    settings = Settings(
-        "root_parameters", optimizer=f"adamw {way}", two_groups=True, clip_val=0.05, clip_algorithm="norm"
-    )
-    options = {"sharding": "full_shard"}
-    chain: list[tuple[Layout | None, dict[str, Any]]] = [
-        (Layout("zb_v", 2, 2, 2), {"options": options}),
-        (Layout("zb_h1", 2, 2, 2), {"options": options, "single_file": True}),
-        (ONE_DEVICE, {}),
-    ]
-    parts, path = [], None
-    for (layout, how), stop_after in zip(chain, (2, 4, -1), strict=True):
-        target = tmp_path / f"{stop_after}.ckpt"
-        parts.append(train_part(pool, layout, settings, start_from=path, stop_after=stop_after, save_to=target, **how))
-        path = target
-    assert_continues(joined(*parts), uninterrupted(settings))
+    options = {"two_groups": True, "clip_val": 0.05, "clip_algorithm": "norm", "num_samples": 22}
+    settings = Settings("root_parameters", optimizer=f"adamw {way}", **options)
+    sharded_in_file = (Layout("zb_h1", 2, 2, 2), FULL_SHARD | FILE)
+    check_chain(pool, tmp_path, [(Layout("zb_v", 2, 2, 2), FULL_SHARD), sharded_in_file, (ONE_DEVICE, FILE)], settings)

@@ -67,7 +67,7 @@ def train_with_parts(settings: Settings, layout: Layout, options: dict[str, Any]
     return outcome, strategy.stages
 
 
-ACCUMULATED: dict[str, Any] = {"accumulate": 2, "clip_val": 0.05, "clip_algorithm": "norm"}
+ACCUMULATED: Any = {"accumulate": 2, "clip_val": 0.05, "clip_algorithm": "norm", "num_samples": 22, "max_epochs": 1}
 CASES: dict[str, tuple[Settings, Layout, dict[str, Any]]] = {
     "llama": (Settings("llama_float64_loss"), Layout("1f1b", 3, 1, 4), {"split_head": 4}),
     "llama, W apart": (Settings("llama_float64_loss", **ACCUMULATED), Layout("zb_h1", 4, 1, 4), {"split_head": 6}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
@@ -185,3 +186,26 @@ def test_a_step_ends_before_its_gradients_have_arrived(pool: WorkerPool) -> None
     _, (num_arrived, are_let_go) = pool.run(send_what_nobody_takes_yet, 3, world_size=2, process_group=True)
     assert num_arrived == 6 + 1
     assert are_let_go == [True] * 6
+
+
+def watch_large_tensors() -> bool:
+    """Rank 0 sends a large value and hears nothing back for it; rank 1 only takes it."""
+    rank = dist.get_rank()
+    schedule = build_forward_only(build_schedule("1f1b", num_ranks=2, num_microbatches=1).placement, 1)
+    transport = Transport([0, 1], rank, torch.device("cpu"))
+    route = plan_route(schedule, [chain_plan(2, length=1 << 16)], rank)
+    transport.begin(route)
+    transport.post(route.stops[0])
+    transport.receive(route.stops[0])
+    tensor = torch.zeros(2, 1 << 16, dtype=torch.float64)
+    storage = StorageWeakRef(tensor.untyped_storage())
+    transport.send(route.stops[0], {Value(0, 0): tensor})
+    del tensor
+    while not storage.expired():  # the test's own timeout ends this
+        time.sleep(0.01)
+    transport.finish()
+    return True
+
+
+def test_large_tensors_are_let_go_before_the_step_ends(pool: WorkerPool) -> None:
+    assert pool.run(watch_large_tensors, world_size=2, process_group=True) == [True, True]

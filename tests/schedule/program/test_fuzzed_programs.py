@@ -16,7 +16,7 @@ from lightning_pp.schedule import Schedule
 from lightning_pp.schedule.program.notation import read_csv
 
 FUZZED = settings(
-    max_examples=500,
+    max_examples=200,
     deadline=timedelta(seconds=10),  # of one file: none takes long to refuse
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, permutations, product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,12 +118,7 @@ def stages_of_ranks(placement: Placement) -> list[tuple[int, ...]]:
     return [placement.stages_of_rank(rank) for rank in range(placement.num_ranks)]
 
 
-@given(p=st.integers(1, 5), m=st.integers(1, 12), v=st.integers(1, 3))
-def test_gpipe_stays_as_it_is(p: int, m: int, v: int) -> None:
-    sizes = {"num_ranks": p, "num_microbatches": m, "stages_per_rank": v}
-    assert build_schedule("gpipe", **sizes, whole_batch_loss=True).programs == build_schedule("gpipe", **sizes).programs
-
-
+@settings(max_examples=30)
 @given(p=st.integers(1, 6), m=st.integers(1, 20), f=milliseconds, i=milliseconds, w=milliseconds)
 def test_makespans_of_even_stages(p: int, m: int, f: float, i: float, w: float) -> None:
     """With B the first gradient passes whole backwards on its way up; with I and W only input gradients."""
@@ -164,13 +158,6 @@ def test_sharding_actions_are_left_out_of_a_program_that_changes() -> None:
     assert unchanged.with_whole_batch_loss().programs == unchanged.programs
 
 
-def test_a_file_is_put_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "mine.csv"
-    path.write_text("0F0,0F1,0B0,0B1\n1F0,1I0,1F1,1W0,1B1\n")
-    schedule = build_schedule(str(path), num_ranks=2, num_microbatches=2, whole_batch_loss=True)
-    assert schedule.csv_text() == "0F0,0F1,0B0,0B1\n1F0,1F1,1I0,1W0,1B1\n"
-
-
 # ---------------------------------------------------------------- the search
 
 
@@ -181,7 +168,7 @@ def whole_batch_requests(draw: st.DrawFn) -> dict[str, Any]:
     return {"num_ranks": p, "num_microbatches": m, "stages_per_rank": v, "costs": draw(stage_costs(p * v))}
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(whole_batch_requests())
 def test_the_search_is_legal_and_not_longer_than_any_family(request: dict[str, Any]) -> None:
     costs = request["costs"]

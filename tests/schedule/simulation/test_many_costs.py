@@ -29,6 +29,7 @@ def one_by_one(schedule: Schedule, times: np.ndarray) -> list[float]:
     return [step_length(schedule, one)[1] for one in costs]
 
 
+@pytest.mark.by_day(40)
 @pytest.mark.parametrize("whole_batch_loss", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 1), (4, 7), (5, 16)])
 @pytest.mark.parametrize("name", HAND_MADE)

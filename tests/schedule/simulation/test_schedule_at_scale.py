@@ -12,7 +12,6 @@ import pytest
 
 from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
-from lightning_pp.schedule.families.v_min_half import _free_slots_after
 from lightning_pp.schedule.program.coded import CodedProgram
 from lightning_pp.schedule.registry import schedule_family
 from lightning_pp.schedule.sharding import Sharding, ShardingMode, insert_sharding, with_last_split
@@ -37,6 +36,7 @@ def gathered_whole(schedule: Schedule, mode: ShardingMode) -> Schedule:
     return insert_sharding(schedule, Sharding(mode, units, {unit: 1 for stage in units for unit in stage})).schedule
 
 
+@pytest.mark.by_day(40)
 @pytest.mark.parametrize("mode", [None, "replicate", "shard_grad_op", "full_shard"])
 @pytest.mark.parametrize("whole_batch_loss", [False, True])
 @pytest.mark.parametrize("name", HAND_MADE)
@@ -104,6 +104,7 @@ def error_of(schedule: Schedule, limits: tuple[float, ...] | None) -> str | None
     return None
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("name", HAND_MADE)
 def test_what_is_refused_cannot_be_run_and_what_passes_can(name: str) -> None:
     draw = random.Random(name)
@@ -121,6 +122,7 @@ def test_what_is_refused_cannot_be_run_and_what_passes_can(name: str) -> None:
     assert True in verdicts and False in verdicts
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("name", "span"),
     [
@@ -135,21 +137,6 @@ def test_what_is_refused_cannot_be_run_and_what_passes_can(name: str) -> None:
 def test_bubbles_of_hundreds_of_ranks_are_those_of_the_formulas(name: str, span: int) -> None:
     schedule = build_schedule(name, num_ranks=256, num_microbatches=700).validate()
     assert max(schedule.simulate().span_ms) == span
-
-
-def test_free_slots_are_those_of_the_queue() -> None:
-    draw = random.Random(0)
-    for _ in range(50):
-        taken = draw.sample(range(40), 20)
-        inputs = sorted(draw.sample(taken, 8))
-        found, slot = [], 0
-        for at in inputs:
-            slot = max(slot, at + 1)
-            while slot in taken:
-                slot += 1
-            found.append(slot)
-            slot += 1
-        assert _free_slots_after(np.array(inputs), np.array(taken)).tolist() == found
 
 
 def test_coded_programs_are_like_tuples_of_actions() -> None:

@@ -37,7 +37,7 @@ def one_after_the_other(schedule: Schedule, number: int) -> Schedule:
     return replace(schedule, programs=programs, num_microbatches=number * m)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_it_is_what_a_long_row_of_steps_as_one_program_comes_to(data: st.DataObject) -> None:
     schedule, costs, _ = data.draw(built_schedules())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from one_process import record_of
 from torch import Tensor, nn
 
-from lightning_pp.split import StepRecord, discover_units, dry_run
+from lightning_pp.split import StepRecord, discover_units
 from lightning_pp.split.cut.unit_costs import FLOPS_PER_PARAMETER, estimate_unit_costs
-from lightning_pp.split.fakes.parameters import FakeParameters
 
 WORDS, WIDTH, WIDE, ROWS = 40, 8, 32, 15  # rows of a microbatch: 3 samples of 5
 FLOAT, LONG = 4, 8
@@ -34,13 +34,7 @@ class Net(nn.Module):
 def recorded() -> tuple[StepRecord, dict[str, int]]:
     module = Net()
     units = discover_units(module, ["embedding", "blocks.*", "head"])
-    batch = torch.randint(0, WORDS, (3, 5))
-    record = dry_run(
-        lambda dry: module.training_step(batch),
-        units=units,
-        fake_parameters=FakeParameters(module, torch.device("cpu")),
-        with_gradients=True,
-    )
+    record = record_of(module, torch.randint(0, WORDS, (3, 5)), units=["embedding", "blocks.*", "head"])
     return record, {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
 
 

@@ -56,7 +56,7 @@ def places_inside(name: str, refined: list[str]) -> list[str]:
     return [unit for unit in starts if unit not in first and any(unit.startswith(f"{block}.") for block in refined)]
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("name", "num_stages"), CASES)
 def test_cuts_inside_blocks_are_the_whole_model(name: str, num_stages: int) -> None:
     make, batches_of = ZOO[name]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from layouts import choose_layout
-from one_process import CPU, build, recorded
+from one_process import build, record_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers_by_hand import WithLoss
@@ -21,8 +21,7 @@ from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_costs import assumed_speed
 from lightning_pp.planning.tuning import Layout, LayoutRequest
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
-from lightning_pp.split import StepRecord, discover_units, dry_run
-from lightning_pp.split.fakes.parameters import FakeParameters
+from lightning_pp.split import StepRecord, discover_units
 
 ARCHITECTURE = hf.LlamaConfig(
     vocab_size=64,
@@ -40,13 +39,12 @@ def recording() -> tuple[nn.Module, StepRecord, dict[str, int], dict[str, torch.
     units = discover_units(module)
     ids = torch.randint(0, 64, (4, 128))
     batch = {"input_ids": ids, "labels": ids}
-    record = dry_run(
-        recorded(module, batch),
-        units=units,
-        fake_parameters=FakeParameters(module, CPU),
-        with_gradients=True,
+    return (
+        module,
+        record_of(module, batch),
+        {unit: sum(p.numel() for p in units[unit].parameters()) for unit in units},
+        batch,
     )
-    return module, record, {unit: sum(p.numel() for p in units[unit].parameters()) for unit in units}, batch
 
 
 def layout_of(recording: Any, p: int, m: int, split_points: list[str] | None = None, **options: Any) -> Layout:
@@ -77,6 +75,7 @@ def test_estimated_costs_are_the_counted_operations(recording: Any) -> None:
     assert costs.p2p[0] >= speed.latency_ms + hidden_bytes / speed.bytes_per_ms
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 4), (4, 4)])
 def test_the_best_predicted_placement_is_taken(recording: Any, p: int, m: int) -> None:
     """Beside the choice: a search for every placement by itself, with two percent for fewer stages."""

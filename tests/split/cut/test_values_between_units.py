@@ -171,7 +171,7 @@ def activations_sent(plan: StepPlan) -> float:
     return sum(edge.spec.num_bytes for edge in plan.edges) / (3 * LENGTH * WIDTH * 8)
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.__name__)
 @pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.nightly), 4])
 def test_training_equals_the_whole_model_and_sends_what_one_block_would(mix: Mix, num_stages: int) -> None:
@@ -192,6 +192,7 @@ def test_a_residual_inside_sends_the_same() -> None:
         assert activations_sent(plan_of(outside)) == activations_sent(plan_of(inside)) == len(starts)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("mix", [plain, with_parameters, without_gradients], ids=lambda mix: mix.__name__)
 def test_evaluation_equals_the_whole_model(mix: Mix) -> None:
     compare_evaluation(lambda: Residual(mix), batches()[0], 3)

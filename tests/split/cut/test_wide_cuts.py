@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_parts import VOCAB, WIDTH, Block, next_token_loss
-from one_process import CPU, build, recorded
+from one_process import build, record_of
 from torch import Tensor, nn
 
-from lightning_pp.split import discover_units, dry_run
 from lightning_pp.split.cut.wide_cuts import WideCut, wide_cuts
-from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.record.plan import build_plan
 
 ROWS, LENGTH, NUM_LAYERS = 2, 6, 6
@@ -61,14 +59,7 @@ def test_a_residual_crosses_as_one(first: int, outside: bool) -> None:
 
 def find(module: nn.Module, first: int) -> list[WideCut]:
     """The wide cuts of two stages, the second of which starts with layer ``first``."""
-    units = discover_units(module)
-    batch = torch.randint(0, VOCAB, (ROWS, LENGTH))
-    record = dry_run(
-        recorded(module, batch),
-        units=units,
-        fake_parameters=FakeParameters(module, CPU),
-        with_gradients=True,
-    )
+    record = record_of(module, torch.randint(0, VOCAB, (ROWS, LENGTH)))
     order = list(record.first_calls())
     stages = {unit: int(index >= order.index(f"layers.{first}")) for index, unit in enumerate(order)}
     return wide_cuts(build_plan(record, stages, 2))

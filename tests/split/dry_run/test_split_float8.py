@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from float8_models import RECIPES, Float8Block, float8_config
-from test_split_record import record_of
+from one_process import record_of
 from torch import Tensor, nn
 from torchao.float8 import convert_to_float8_training
 
@@ -23,6 +23,7 @@ class Stack(nn.Module):
         return batch.square().mean()
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_float8_products_count_as_many_flops_as_plain_ones(recipe: str) -> None:
     plain, batch = Stack(), torch.randn(2, 8, 32)

@@ -77,7 +77,7 @@ class Inside(Small):
     block = CheckpointingInside
 
 
-@pytest.mark.by_day(9)
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize("architecture", [Reentrant, Pairs, ReentrantPairs, Everything, Sequentially, Inside])
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_checkpointing_across_units_and_stages(architecture: type[Small], num_stages: int) -> None:

@@ -32,13 +32,14 @@ WEIGHTS = [0.25, 0.5]
 
 
 def checkpointed(name: str, policy: Any = None, *, splits_backward: bool = True) -> tuple[OneProcessPipeline, Any]:
-    batches = architectures.batches_of(name)
+    batches = architectures.batches_of(name, (3, 3))
     pipeline = OneProcessPipeline(architectures.ARCHITECTURES[name][0], batches[0], 3, splits_backward=splits_backward)
     for stage in pipeline.stages:
         stage.runner.recomputation = Recomputation(stage.units, policy)
     return pipeline, batches
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(
     ("name", "splits_backward", "policy"),
     [
@@ -89,6 +90,7 @@ class DenselyConnected(Architecture):
         return x.square().mean()
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("num_stages", [1, 3])
 @pytest.mark.parametrize("runs_again", [False, True])
 def test_units_run_again_with_the_lists_that_they_were_given(num_stages: int, runs_again: bool) -> None:
@@ -186,7 +188,7 @@ def test_held_memory_is_the_estimate(name: str, policy: Any) -> None:
     assert inputs_only.stages[1].held_after_forward_bytes < plain.stages[1].held_after_forward_bytes
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", ["residual_mlp", "separate_lists", "structured", "mixture_of_experts"])
 @pytest.mark.parametrize("policy", [True, PRODUCTS, wide_products], ids=["inputs only", "products", "function"])
 def test_what_runs_again_is_in_the_cost_of_the_input_gradient(name: str, policy: Any) -> None:

@@ -11,12 +11,12 @@ import pytest
 import torch
 import transformers_by_hand
 from model_parts import WIDTH, Block, Small, batches, next_token_loss
-from one_process import CPU, build, recorded
+from one_process import build, record_of
 from reference_flow import reference_flow
 from torch import Tensor, nn
 
-from lightning_pp.split import StepRecord, discover_units, dry_run
-from lightning_pp.split.fakes.parameters import FakeParameters, has_data
+from lightning_pp.split import discover_units
+from lightning_pp.split.fakes.parameters import has_data
 from lightning_pp.split.record.reduction import Kind
 from lightning_pp.split.record.step_record import InterUnitDraws, PassedOn, TensorSpec, Value
 
@@ -24,16 +24,7 @@ from lightning_pp.split.record.step_record import InterUnitDraws, PassedOn, Tens
 HANDS_ON = {"structured"}
 
 
-def record_of(module: nn.Module, batch: Any, *, units: Any = None, with_gradients: bool = True) -> StepRecord:
-    return dry_run(
-        recorded(module, batch),
-        units=discover_units(module, units),
-        fake_parameters=FakeParameters(module, CPU),
-        with_gradients=with_gradients,
-    )
-
-
-@pytest.mark.by_day(15)
+@pytest.mark.by_day(9)
 @pytest.mark.parametrize("name", [name for name in architectures.ARCHITECTURES if name not in HANDS_ON])
 def test_needs_and_gradient_flow_are_those_found_by_trying(name: str) -> None:
     module, batch = build(architectures.ARCHITECTURES[name][0]), architectures.batches_of(name)[0]

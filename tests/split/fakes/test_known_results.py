@@ -57,6 +57,11 @@ OPERATIONS: dict[str, Callable[[Given], Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_pp.split.fakes.known_results._RESULTS", {})
+
+
 def real() -> Given:
     return {
         "x": torch.rand(2, 6, 4),
@@ -107,6 +112,7 @@ def look(operation: Callable[[Given], Any], given: Given) -> list[Any]:
     ]
 
 
+@pytest.mark.by_day(24)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_is_known_is_what_real_tensors_show(name: str) -> None:
     expected = look(OPERATIONS[name], real())
@@ -115,11 +121,12 @@ def test_what_is_known_is_what_real_tensors_show(name: str) -> None:
         assert look(OPERATIONS[name], fakes(mode)) == expected
 
 
+@pytest.mark.parametrize("modes", [1, 2])
 @pytest.mark.parametrize("name", sorted(set(OPERATIONS) - {"turned", "with_a_dimension"}))
-def test_torch_is_asked_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_asked_once(name: str, modes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mode = FakeValueMode()
     OPERATIONS[name](fakes(mode))
-    given = fakes(mode)
+    given = fakes(mode if modes == 1 else FakeValueMode())
 
     def dispatch(*_: Any) -> Any:
         raise AssertionError("asked again")

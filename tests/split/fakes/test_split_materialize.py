@@ -62,6 +62,7 @@ def test_attention_and_recurrent_layers() -> None:
     assert torch.isfinite(out).all()
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "bert", "mixtral", "vit", "swin"])
 def test_models_of_transformers_are_filled_as_they_fill_themselves(name: str) -> None:
     """Also where a module around says how (T5's attention, the last projections of GPT-2)."""

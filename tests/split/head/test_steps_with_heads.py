@@ -132,6 +132,7 @@ def test_parts_are_units_after_the_blocks_and_share_the_weight() -> None:
     assert crossing == [(3, 8, WIDTH), (24,), (24,)]
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(("kind", "reason"), OTHER_STEPS.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_a_step_that_needs_logits_otherwise_calls_the_whole_head(kind: type[Model], reason: str) -> None:
     recording = recording_of(kind)

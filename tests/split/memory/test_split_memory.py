@@ -35,6 +35,12 @@ ARCHITECTURES = [
 ]
 
 
+def made(name: str) -> tuple[OneProcessPipeline, Any]:
+    torch.manual_seed(7)
+    batch = doubled(architectures.ARCHITECTURES[name][1](6))
+    return OneProcessPipeline(architectures.ARCHITECTURES[name][0], batch, NUM_STAGES, splits_backward=True), batch
+
+
 def estimate(
     pipeline: OneProcessPipeline, batch: Any, checkpointed_units: Collection[str] = (), **options: Any
 ) -> MemoryEstimate:
@@ -43,11 +49,10 @@ def estimate(
     return estimate_memory(record, split.partition, split.placement, split.parameter_sizes, **options)
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_activations_are_those_that_live(name: str) -> None:
-    torch.manual_seed(7)
-    batch = doubled(architectures.ARCHITECTURES[name][1](6))
-    pipeline = OneProcessPipeline(architectures.ARCHITECTURES[name][0], batch, NUM_STAGES, splits_backward=True)
+    pipeline, batch = made(name)
     estimated = estimate(pipeline, batch)
     pipeline.run([batch], [1.0])  # gradients are there from now on, and W adds to them
     plans, kept, after_forward = zip(*pipeline.watched_forwards(batch), strict=True)
@@ -73,11 +78,7 @@ def test_activations_are_those_that_live(name: str) -> None:
 
 
 def test_checkpointed_units_keep_their_inputs() -> None:
-    torch.manual_seed(7)
-    batch = doubled(architectures.ARCHITECTURES["residual_mlp"][1](6))
-    pipeline = OneProcessPipeline(
-        architectures.ARCHITECTURES["residual_mlp"][0], batch, NUM_STAGES, splits_backward=True
-    )
+    pipeline, batch = made("residual_mlp")
     whole = estimate(pipeline, batch)
     units = list(pipeline.split.units)
     less = estimate(pipeline, batch, checkpointed_units=units)
@@ -172,11 +173,7 @@ def test_gathered_window_follows_the_budget() -> None:
 
 
 def test_peak_follows_the_schedule() -> None:
-    torch.manual_seed(7)
-    batch = doubled(architectures.ARCHITECTURES["residual_mlp"][1](6))
-    pipeline = OneProcessPipeline(
-        architectures.ARCHITECTURES["residual_mlp"][0], batch, NUM_STAGES, splits_backward=True
-    )
+    pipeline, batch = made("residual_mlp")
     schedules = {
         name: build_schedule(name, num_ranks=NUM_STAGES, num_microbatches=8) for name in ("gpipe", "1f1b", "zb_h1")
     }
@@ -212,11 +209,7 @@ def test_mistakes_are_named() -> None:
 
 
 def test_nothing_holds_what_was_sent() -> None:
-    torch.manual_seed(7)
-    batch = doubled(architectures.ARCHITECTURES["residual_mlp"][1](6))
-    pipeline = OneProcessPipeline(
-        architectures.ARCHITECTURES["residual_mlp"][0], batch, NUM_STAGES, splits_backward=True
-    )
+    pipeline, batch = made("residual_mlp")
     kept, output = pipeline.forward(batch)
     sent = [StorageWeakRef(tensor.untyped_storage()) for in_flight in kept for tensor in in_flight.outputs.values()]
     assert len(sent) == NUM_STAGES - 1 and not any(reference.expired() for reference in sent)

@@ -65,6 +65,7 @@ class ChangingHooks(Small):
         return output + args[0]
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("architecture", [CollectingOutputs, CollectingInClosure, ChangingHooks])
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_forward_hooks_of_units_work_on_every_stage(architecture: type[Small], num_stages: int) -> None:

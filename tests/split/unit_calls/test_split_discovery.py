@@ -10,62 +10,47 @@ from model_parts import Block
 from torch import nn
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.split.unit_calls.units import discover_units, is_block_list, owns_parameters, refine_unit
+from lightning_pp.split.unit_calls.units import discover_units
 
 
 def linear() -> nn.Linear:
     return nn.Linear(2, 2)
 
 
-def test_blocks_of_a_list_and_the_modules_around_it() -> None:
-    units = discover_units(architectures.ARCHITECTURES["tied_by_hand"][0]())
-    assert list(units) == ["embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+ALL_UNITS = {
+    "tied_by_hand": ["embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3"],
+    "sequential": ["0", "2", "3", "5"],
+    "plain": ["first", "second", "third"],  # nothing repeats: the outermost modules
+}
+# an encoder and a decoder, the stages of a convolutional net, blocks that are dicts, towers and a dict of heads
+SOME_UNITS = {
+    "t5": [
+        *(f"model.{side}.block.{index}" for side in ("encoder", "decoder") for index in range(3)),
+        *("model.encoder.final_layer_norm", "model.shared", "model.lm_head"),
+    ],
+    "resnet": [*(f"layer{stage}.{block}" for stage in (1, 2, 3) for block in (0, 1)), "conv", "norm", "head"],
+    "unet": ["down.0", "middle"],
+    "two_towers": ["vision.0", "text.2", "project.image", "project.text", "patches", "words"],
+}
+ZOO = {**architectures.ARCHITECTURES, **transformers_by_hand.ARCHITECTURES}
 
 
-def test_an_encoder_and_a_decoder_give_two_lists() -> None:
-    units = discover_units(transformers_by_hand.t5())
-    assert [name for name in units if ".block." in name] == [
-        f"model.{side}.block.{index}" for side in ("encoder", "decoder") for index in range(3)
-    ]
-    assert "model.encoder.final_layer_norm" in units
-    assert "model.shared" in units
-    assert "model.lm_head" in units
+@pytest.mark.parametrize("name", ALL_UNITS)
+def test_blocks_and_the_modules_around_them_are_units(name: str) -> None:
+    assert list(discover_units(ZOO[name][0]())) == ALL_UNITS[name]
 
 
-def test_every_stage_of_a_conv_net_gives_its_blocks() -> None:
-    units = discover_units(architectures.ARCHITECTURES["resnet"][0]())
-    assert [name for name in units if name.startswith("layer")] == [
-        f"layer{stage}.{block}" for stage in (1, 2, 3) for block in (0, 1)
-    ]
-    assert {"conv", "norm", "head"} <= units.keys()
-
-
-def test_blocks_that_are_dicts_are_taken_apart() -> None:
-    """A ModuleDict is not called, its entries are."""
-    units = discover_units(architectures.ARCHITECTURES["unet"][0]())
-    assert "down.0" in units
-    assert "middle" in units
-    assert not any(name.endswith((".relu", ".pool")) for name in units)
-
-
-def test_a_module_that_is_a_sequential() -> None:
-    units = discover_units(architectures.ARCHITECTURES["sequential"][0]())
-    assert list(units) == ["0", "2", "3", "5"]
-
-
-def test_two_towers_and_a_dict_of_heads() -> None:
-    units = discover_units(architectures.ARCHITECTURES["two_towers"][0]())
-    assert {"vision.0", "text.2", "project.image", "project.text", "patches", "words"} <= units.keys()
+@pytest.mark.parametrize("name", SOME_UNITS)
+def test_units_of_models_with_several_lists(name: str) -> None:
+    units = discover_units(ZOO[name][0]())
+    assert set(SOME_UNITS[name]) <= units.keys()
+    assert not any(unit.endswith((".relu", ".pool")) for unit in units)
 
 
 def test_vision_transformer_of_transformers() -> None:
     units = discover_units(transformers_by_hand.vit())
     assert "model.vit.embeddings" in units
     assert len([name for name in units if ".layer" in name and name.rsplit(".", 1)[-1].isdigit()]) == 4
-
-
-def test_nothing_that_repeats_gives_the_outermost_modules() -> None:
-    assert list(discover_units(architectures.ARCHITECTURES["plain"][0]())) == ["first", "second", "third"]
 
 
 def test_a_block_under_two_names_is_one_unit() -> None:
@@ -92,7 +77,7 @@ def test_modules_without_parameters_are_no_units() -> None:
 
 
 def test_units_are_never_nested() -> None:
-    for name, (architecture, _) in {**architectures.ARCHITECTURES, **transformers_by_hand.ARCHITECTURES}.items():
+    for name, (architecture, _) in ZOO.items():
         units = discover_units(architecture())
         for unit in units:
             assert not any(other != unit and other.startswith(unit + ".") for other in units), name
@@ -128,24 +113,6 @@ def test_nested_patterns_are_refused() -> None:
     module = architectures.ARCHITECTURES["tied_by_hand"][0]()
     with pytest.raises(ConfigurationError, match=r"'blocks.0' and also 'blocks.0.up', which lies inside it"):
         discover_units(module, ["blocks.0", "blocks.0.up"])
-
-
-def test_block_lists() -> None:
-    assert is_block_list(nn.ModuleList([linear(), linear()]))
-    assert is_block_list(nn.Sequential(nn.Embedding(2, 2), linear(), nn.ReLU(), linear()))
-    assert is_block_list(nn.ModuleDict({"a": linear(), "b": linear()}))
-    assert not is_block_list(nn.ModuleList([linear(), nn.Embedding(2, 2)]))
-    assert not is_block_list(nn.ModuleList([nn.ReLU(), nn.ReLU()]))
-    assert not is_block_list(Block())
-
-
-def test_refining_a_unit() -> None:
-    block = Block()
-    assert list(refine_unit("blocks.0", block)) == ["blocks.0.norm", "blocks.0.up", "blocks.0.down"]
-    assert list(refine_unit("", block)) == ["norm", "up", "down"]
-    assert refine_unit("x", nn.Sequential(nn.ReLU(), linear())).keys() == {"x.1"}
-    assert owns_parameters(block)
-    assert not owns_parameters(nn.ReLU())
 
 
 def test_discovery_works_on_meta_and_lets_the_module_be() -> None:

@@ -66,7 +66,8 @@ class Cached(Architecture):
         return next_token_loss(self.head(h), batch) + penalty
 
 
-@pytest.mark.parametrize("reads_others", [False, True])
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize("reads_others", [True, False])
 def test_what_units_put_into_the_lists_of_an_object_is_there_for_later_ones(reads_others: bool) -> None:
     torch.manual_seed(7)
     compare(lambda: Cached(reads_others), [tokens_of(3), tokens_of(2)], 3)
@@ -94,7 +95,8 @@ class InDicts(text.SharedInList):
         return next_token_loss(self.head(state["hidden"]), batch) + torch.stack(norms).mean()
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize("num_stages", [4, 2])
 def test_what_units_replace_in_a_dict_is_there_for_later_ones(num_stages: int) -> None:
     torch.manual_seed(7)
     compare(InDicts, [tokens_of(3), tokens_of(2)], num_stages, splits_backward=True)

@@ -12,7 +12,6 @@ from pipelined_fit import loader
 from pool import WorkerPool
 from small_models import Blocks
 from torch import Tensor
-from torchmetrics import MeanMetric
 
 from lightning_pp.errors import NonFiniteError
 
@@ -29,19 +28,6 @@ class LogsText(Blocks):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("name", "text")  # type: ignore[arg-type]
         return self.loss(batch)
-
-
-class LogsForLoader(Blocks):
-    """Logs what Lightning refuses, and returns no loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        self.log_dict({"mean/dataloader_idx_0": self(batch[0]).mean()}, on_step=True)
-
-
-class LogsMadeMetric(Blocks):
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        self(batch[0])
-        self.log("mean", MeanMetric())
 
 
 class NoLoader(Blocks):
@@ -80,7 +66,7 @@ LAYOUT = Layout("1f1b", 2, 1, 2)
 
 
 @pytest.mark.by_day(3)
-@pytest.mark.parametrize("kind", [Raises, LogsText, NoLoader, LogsForLoader, LogsMadeMetric])
+@pytest.mark.parametrize("kind", [Raises, LogsText, NoLoader])
 def test_the_error_is_that_of_one_device(pool: WorkerPool, kind: type[Blocks]) -> None:
     name, text, _ = error_of(kind, None)
     assert error_of(kind, Layout("1f1b", 1, 1, 1))[:2] == (name, text)

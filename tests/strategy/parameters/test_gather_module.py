@@ -46,9 +46,8 @@ class Rnns(Blocks):
 
 
 def fit(module: L.LightningModule, data: Any, strategy: Any, devices: int) -> L.Trainer:
-    trainer = L.Trainer(
-        **QUIET, devices=devices, strategy=strategy, max_epochs=1, precision="64-true", use_distributed_sampler=False
-    )
+    options: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0, "use_distributed_sampler": False}
+    trainer = L.Trainer(**QUIET, **options, devices=devices, strategy=strategy, precision="64-true")
     trainer.fit(module, data)
     return trainer
 

@@ -225,6 +225,42 @@ def test_an_overridden_log_runs_once_a_call() -> None:
     assert "mine/loss_step" in expected["rows"][0][1]
 
 
+class LogsTheSame(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("number", 2.5)
+        return {"loss": loss}
+
+
+def test_lightning_looks_at_equal_calls_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = fitted(LogsTheSame)
+    seen: list[str] = []
+    log = pl.LightningModule.log
+
+    def counted(module: pl.LightningModule, name: str, *args: Any, **options: Any) -> None:
+        seen.append(name)
+        log(module, name, *args, **options)
+
+    monkeypatch.setattr(pl.LightningModule, "log", counted)
+    assert_same(fitted(LogsTheSame, strategy=OnePipelineStrategy(2)), expected)
+    num_batches = 6  # two epochs of 5, 5 and 2 samples
+    assert seen.count("loss") == num_batches
+    assert seen.count("number") == 2 * num_batches  # not a tensor: Lightning sees it in each microbatch
+
+
+class LogsOtherwise(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=batch_idx == 0)
+        return {"loss": loss}
+
+
+def test_a_key_that_is_logged_with_other_options_in_a_later_batch_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="twice in `training_step` with different arguments"):
+        fitted(LogsOtherwise, strategy=OnePipelineStrategy(2))
+
+
 class LogsInSomeMicrobatches(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -344,27 +380,23 @@ def test_a_failed_merge_raises_on_every_rank(pool: WorkerPool) -> None:
     assert all(failure and "2 weights" in failure.message for failure in report.failures)
 
 
-class CountsObservations(Regression):
+class SwallowsLogs(Regression):
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Any] = []
         self.error = MeanSquaredError()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logs = StepLogs()
-        with logs.of_step(self, None, observe=self.seen.append):
+        with logs.of_step(self, None):
             self.log("x", batch[0].mean())
             self.log("error", self.error)
         assert logs.merge([1.0], 5) == []
         return self(batch[0]).mean()
 
 
-def test_swallowed_values_are_observed_and_leave_no_trace() -> None:
-    module = CountsObservations()
+def test_swallowed_values_leave_no_trace() -> None:
     run = trainer(max_epochs=1)
-    run.fit(module, loader(12))
-    assert len(module.seen) == 2
-    assert module.seen[1] is module.error
+    run.fit(SwallowsLogs(), loader(12))
     assert "x" not in run.callback_metrics
     assert not {"log", "reset"} & vars(run.fit_loop.epoch_loop._results).keys()
 

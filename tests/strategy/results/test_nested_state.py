@@ -76,7 +76,7 @@ def kept(layout: Layout | None) -> Any:
     Keeps.of_class.clear()
     Keeps.names_of_class["batches"].clear()
     module = make(Keeps)
-    make_trainer(layout, num_sanity_val_steps=1).fit(module, Data())
+    make_trainer(layout, num_sanity_val_steps=1).fit(module, Data(num_train=22, num_val=10))
     names = ("outputs", "by_name", "grouped", "deep", "meter", "space", "of_class", "names_of_class")
     return {name: plainly(getattr(module, name)) for name in names}
 

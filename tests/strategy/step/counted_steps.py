@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
+from parity_run import QUIET
 from small_models import WIDTH, TiedModule
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
@@ -99,17 +100,12 @@ def fit(
     with counted() as counts, gathered_bytes() as gathered:
         counter = _CountBatches(counts)
         trainer = L.Trainer(
-            accelerator="cpu",
+            **QUIET,
             devices=dist.get_world_size() if dist.is_initialized() else strategy_size(arguments),
             strategy=strategy,
             max_epochs=1,
             accumulate_grad_batches=accumulate,
-            num_sanity_val_steps=0,
             use_distributed_sampler=False,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             callbacks=[counter],
         )
         shape = (NUM_MICROBATCHES, 3, WIDTH) if isinstance(module, TiedModule) else (NUM_MICROBATCHES, WIDTH)

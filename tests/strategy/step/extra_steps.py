@@ -48,13 +48,26 @@ in_layouts = pytest.mark.parametrize(
 
 
 def together(kinds: Sequence[type[Step]]) -> list[type[Step]]:
-    """``kinds``, but one module in place of those that only add to the loss: it adds the mean of what they add."""
-    added = [kind for kind in kinds if set(vars(kind)) <= {"extra", "__module__", "__doc__"} and kind.__base__ is Step]
+    """``kinds``, but one module in place of those that only add to the loss or call blocks in a way of their own.
 
-    def extra(self: Step, h: Tensor, x: Tensor, batch_idx: int) -> Any:
-        return sum(kind.extra(self, h, x, batch_idx) for kind in added) / len(added)
+    It adds the mean of what the former add, and has a block for each of the latter.
+    """
+    added, calling = (
+        [kind for kind in kinds if set(vars(kind)) <= {name, "__module__", "__doc__"} and kind.__base__ is Step]
+        for name in ("extra", "called")
+    )
 
-    return [type("Together", (Step,), {"extra": extra}), *(kind for kind in kinds if kind not in added)]
+    class Together(Step):
+        def __init__(self) -> None:
+            super().__init__(num_blocks=max(4, len(calling)))
+
+        def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Any:
+            return sum(kind.extra(self, h, x, batch_idx) for kind in added) / len(added)
+
+        def called(self, number: int, block: nn.Module, h: Tensor) -> Any:
+            return (calling[number] if number < len(calling) else Step).called(self, number, block, h)
+
+    return [Together, *(kind for kind in kinds if kind not in (*added, *calling))]
 
 
 class Losses(pl.Callback):

@@ -91,7 +91,7 @@ def train(layout: Layout | None) -> list[tuple[list[float], dict[str, Tensor]]]:
     runs = []
     for kind in KINDS:
         module, losses = kind(), Losses()
-        options: dict[str, Any] = {"precision": "64-true", "callbacks": [losses], "max_epochs": 1}
+        options: dict[str, Any] = {"precision": "64-true", "callbacks": [losses], "limit_train_batches": 5}
         run = (
             trainer(1, "auto", **options)
             if layout is None

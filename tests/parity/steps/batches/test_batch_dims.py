@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pp import BatchPart, PipelineParallelStrategy
-from lightning_pp.errors import BatchError, ConfigurationError
-from lightning_pp.split.data.row_references import refuse_row_references
+from lightning_pp.errors import ConfigurationError
 
 AXES, LENGTH, VOCAB, WIDTH = 3, 6, 11, 8
 NAMED = {"inputs.position_ids": 1}
@@ -184,15 +183,6 @@ def ids_alone(batch: Any, number: int) -> list[BatchPart]:
 def test_how_a_function_of_the_user_cuts_is_not_told(pool: WorkerPool) -> None:
     told = failure(pool, (4,), split_batch=ids_alone)
     assert "since the step raised RuntimeError" in told and "along dimension 0" not in told
-
-
-def test_two_rows_that_look_like_edges_are_told_of_the_option() -> None:
-    batch = {"x": torch.randn(8, 5), "pair": torch.arange(8).flip(0).repeat(2, 1)}
-    with pytest.raises(
-        BatchError, match=r"batch\['pair'\], of shape \(2, 8\), lie .* give .*\(batch_dim={'pair': 1}\)"
-    ):
-        refuse_row_references(batch, 8, 4)
-    refuse_row_references(batch, 8, 4, {"pair": 1})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Batches whose rows refer to each other: right whole or with a function that cuts them, else refused."""
+"""Batches whose rows refer to each other: right whole or with a function that cuts them, else an error at once."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pp import BatchPart, PipelineParallelStrategy
 from lightning_pp.errors import BatchError
-from lightning_pp.split.data.microbatch import split_batch, split_by
-from lightning_pp.split.data.row_references import refuse_row_references
+from lightning_pp.split.data.microbatch import split_by
 
 PAGE = Path(__file__).parents[4] / "docs" / "training" / "batches.md"
 
@@ -212,57 +211,35 @@ def test_replicas_weigh_by_graphs(pool: WorkerPool) -> None:
     assert_equal_trees(weights, expected)
 
 
-@pytest.mark.parametrize("kind", [Graphs, GraphObjects])
-def test_several_microbatches_without_a_function_are_refused(pool: WorkerPool, kind: type[Graphs]) -> None:
-    report = pool.run(train, kind, Layout("1f1b", 2, 1, 4), world_size=2, timeout=60, expect_failure=True)
+def test_objects_that_cannot_be_cut_are_refused(pool: WorkerPool) -> None:
+    report = pool.run(train, GraphObjects, Layout("1f1b", 2, 1, 4), world_size=2, timeout=60, expect_failure=True)
     for failure in report.failures:
         assert failure is not None and failure.type == "BatchError", failure
         assert "split_batch=" in failure.message and "num_microbatches=1" in failure.message
-        if kind is Graphs:
-            found = r"batch\['edges'\], of shape \(2, (\d+)\), holds integers up to \d+, like indices of the (\d+) rows"
-            lengths = r"batch\['x'\] has (\d+) rows, batch\['edges'\] 2, batch\['graph'\] \d+, batch\['y'\] 8"
-            num_edges, num_nodes = re.search(found, failure.message).groups()  # type: ignore[union-attr]
-            assert int(num_edges) == 2 * int(num_nodes)
-            assert re.search(lengths, failure.message).group(1) == num_nodes  # type: ignore[union-attr]
 
 
-def refuses(batch: Any, number: int = 4) -> bool:
-    parts = split_batch(batch, number)
-    try:
-        refuse_row_references(batch, sum(part.num_samples for part in parts), len(parts))
-    except BatchError:
-        return True
-    return False
+def error_and_notes(kind: type[Graphs]) -> tuple[str, list[str], bool]:
+    """What ends a fit of several microbatches without a function that cuts graphs; whether it is the first batch."""
+    module = kind()
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    trainer = L.Trainer(
+        **QUIET, devices=2, max_epochs=1, precision="64-true", strategy=Layout("1f1b", 2, 1, 4).strategy()
+    )
+    with pytest.raises(Exception) as found:  # noqa: PT011
+        trainer.fit(module)
+    own = dict(module.named_parameters())
+    is_as_before = all(torch.equal(own[name].detach(), before[name].to(own[name].dtype)) for name in own)
+    return type(found.value).__name__, getattr(found.value, "__notes__", []), is_as_before
 
 
-def test_which_batches_are_taken_for_graphs() -> None:
-    batch = collate(graphs(8, 1))
-    assert refuses(batch)
-    assert refuses({name: batch[name] for name in ("x", "graph", "y")})  # a set of points each
-    assert refuses((batch["x"], batch["x"], batch["edges"][0], batch["edges"][1]))
-    assert refuses((batch["x"], batch["edges"].t(), batch["y"]))
-    assert refuses([batch["y"], batch["y"] + 1, batch["x"], batch["graph"]])  # cut by graphs, nodes go whole
-    assert refuses({"tokens": torch.ones(20), "labels": torch.ones(20), "offsets": torch.tensor([0, 5, 9, 20])})
-    lengths = torch.tensor([5, 3, 4, 6])  # of targets for a CTC loss
-    assert refuses({"frames": torch.randn(4, 9, 5), "targets": torch.randint(1, 9, (18,)), "lengths": lengths}, 2)
-
-
-def test_batches_that_are_cut_as_before() -> None:
-    x, labels = torch.randn(16, 5), torch.tensor([3, 1, 2, 0] * 4)
-    targets = [{"boxes": torch.ones(n, 4), "labels": torch.arange(n)} for n in (2, 3, 2, 1) * 4]
-    for batch in (
-        (x, labels, torch.ones(4)),  # class weights
-        (x, labels, torch.ones(5, 5).bool(), torch.arange(5)),  # a mask and positions
-        {"ids": torch.ones(16, 8).long(), "positions": torch.arange(8)[None], "cache": torch.arange(8)},
-        {"ids": torch.ones(16, 8).long(), "positions": torch.arange(8), "cache": torch.arange(8)},
-        (x, labels.sort().values.fill_(3), torch.ones(4)),  # all of one class
-        (x, torch.arange(16), torch.ones(1000)),  # numbers of samples
-        (list(torch.randn(16, 3, 8, 8)), targets),
-        (x, torch.randint(0, 255, (2, 3), dtype=torch.uint8)),
-        (x, torch.tensor([-1, 4, 9])),
-        (x, labels, torch.randn(24), torch.arange(24)),  # labels that add up to as many class weights, and positions
-    ):
-        assert not refuses(batch), batch
+@pytest.mark.parametrize("kind", [Graphs, Nodes])
+def test_rows_that_refer_to_each_other_end_the_first_batch(pool: WorkerPool, kind: type[Graphs]) -> None:
+    found = pool.run(error_and_notes, kind, world_size=2, timeout=60)
+    assert all(is_as_before for *_, is_as_before in found)  # nothing was updated
+    assert {name for name, *_ in found} & {"IndexError", "SplitError", "RuntimeError"}
+    text = "\n".join(note for _, notes, _ in found for note in notes)
+    assert "There its tensors differ in length: batch['x'] has" in text
+    assert "If rows refer to each other, give PipelineParallelStrategy(split_batch=...)." in text
 
 
 def halves(batch: Any, number: int) -> Any:

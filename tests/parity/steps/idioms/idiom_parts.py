@@ -13,7 +13,7 @@ from parity_run import Layout, whole_weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-NUM_SAMPLES = 22
+NUM_SAMPLES = 14
 
 
 class Tokens(Dataset[Any]):

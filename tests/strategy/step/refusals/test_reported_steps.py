@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, Metric, SumMetric
 
-NUM_BATCHES = 6
+NUM_BATCHES = 3
 
 
 # ---------------------------------------------------------------- as on one device
