@@ -82,7 +82,7 @@ def test_one_run_is_shown(runs: tuple[str, str], capsys: pytest.CaptureFixture[s
     for words in ("blocks.1", "1f1b, 4 microbatches", "rank 1 (stage 1)", FINDING.text, "100.0 ms", "10,000", "2.250"):
         assert words in shown
     content = page.read_text()
-    assert "lightning_pp.timeline/1" in content and not re.search(r"https?://", content)
+    assert "lightning_pp.timeline/2" in content and not re.search(r"https?://", content)
     # a page: tables and lines that wrap, and no picture of a terminal
     assert "<th>units</th>" in content and re.search(r"<td>[^<]*blocks\.1", content)
     assert "overflow-wrap: anywhere" in content and "<pre" not in content and "BBBB" not in content
