@@ -38,7 +38,8 @@ def compare_compiled(names: Sequence[str], sequence_parallel: bool, backend: str
         pytest.param(BY_DAY, "aot_eager", id="by-day"),
         pytest.param(OWN, "aot_eager", id="own-and-torch", marks=pytest.mark.nightly),
         pytest.param(OF_TRANSFORMERS, "aot_eager", id="transformers", marks=pytest.mark.nightly),
-        pytest.param(["block", "llama"], "inductor", id="inductor", marks=pytest.mark.nightly),
+        # not Llama, whose norm computes in float32: inductor sums it in another order on one device too
+        pytest.param(["block", "gpt2"], "inductor", id="inductor", marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.nightly), True])

@@ -117,8 +117,6 @@ def clip_by_norm_(
     if note is not None:
         note(total)
     coefficient = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
-    if coefficient.is_cpu and float(coefficient) == 1.0:
-        return total
     for gradients in by_kind:
         # a tensor as the factor: no device waits for the host to read the norm
         factor = coefficient.to(gradients[0].device, gradients[0].dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from lightning_pp.split._torch_private import version_of
+from lightning_pp.split._torch_private import is_functorch_wrapped, version_of
 from lightning_pp.split.comparison.auxiliary import AuxiliaryLosses, Call
 from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.fakes.parameters import is_fake
@@ -117,10 +117,11 @@ class _Functions(OutsideUnits):
         self._seen = seen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if running_unit() or kind_of(func) is Kind.READING:
+        kwargs, tensors = kwargs or {}, list(tensors_given(args, kwargs or {}))
+        # within torch.func.vmap a tensor has no values to compare
+        if running_unit() or kind_of(func) is Kind.READING or any(map(is_functorch_wrapped, tensors)):
             return func(*args, **kwargs)
-        name, given = getattr(func, "__name__", str(func)), _as_now(list(tensors_given(args, kwargs)))
+        name, given = getattr(func, "__name__", str(func)), _as_now(tensors)
         results: list[Tensor] = []  # stays empty if the stage ends with this function
         self._seen.functions.append((name, user_line(), given, results))
         result = self._seen.auxiliary.run(func, name, args, kwargs)

@@ -31,6 +31,8 @@ class Fact:
         of_samples: Which of the tensors that it is given were made of samples by weights.
         degrees: Of the numbers that it is given beside tensors; None where one grows, but not as a power.
         adds_samples: Whether it adds to a sum, sample by sample, in a loop over samples.
+        alike: Shapes that it was given, and its result's, where both runs had the same although values of the batch
+            decide shapes; empty where they differed, or no value does.
     """
 
     kind: Kind
@@ -42,11 +44,13 @@ class Fact:
     of_samples: tuple[bool, ...]
     degrees: tuple[float | None, ...]
     adds_samples: bool
+    alike: frozenset[tuple[Any, Any]]
 
     @property
     def grows(self) -> bool:
-        """Whether it makes or meets values that grow with the batch."""
-        return self.adds_samples or any(degree != 0 for degree in self.degrees) or (self.over_rows and not self.is_mean)
+        """Whether it makes or meets values that grow with the batch, or may do so in a later one."""
+        is_sum = self.over_rows and not self.is_mean
+        return is_sum or self.adds_samples or bool(self.alike) or any(degree != 0 for degree in self.degrees)
 
 
 class Facts:
@@ -68,7 +72,8 @@ class Facts:
 
     def knows(self, reductions: Sequence[Reduction]) -> bool:
         """Whether all calls of a dry run are known."""
-        return all(self.find(reduction.place) is not None for reduction in reductions)
+        facts = [(reduction, self.find(reduction.place)) for reduction in reductions]
+        return all(fact and (not fact.alike or (call.given, call.result) in fact.alike) for call, fact in facts)
 
     def grow(self, reductions: Sequence[Reduction]) -> bool:
         """Whether a step makes values that grow with the batch, so that microbatches need corrections."""
@@ -120,12 +125,19 @@ class Facts:
             fact = _fact(reduction, others.get(reduction.place), ratio, has_dynamic_shapes, is_looped)
             if reduction.is_integer and (keeps_integers or fact.kind is Kind.EXTREME):
                 fact = replace(fact, is_counted=False)
-            self.by_place[reduction.place] = fact
+            self.by_place[reduction.place] = _joined(self.by_place.get(reduction.place), fact)
             if is_looped:
                 self.of_loops.setdefault(site, fact)
         for reduction in large:  # in a loop over samples there are more
             if self.find(reduction.place) is None:
                 self.by_place[reduction.place] = _fact(reduction, None, ratio, has_dynamic_shapes, False)
+
+
+def _joined(before: Fact | None, now: Fact) -> Fact:
+    """What is known of a call that was looked at again: as many rows by chance prove nothing."""
+    if before is None or not now.alike:
+        return now
+    return before if before.over_rows else replace(now, alike=now.alike | before.alike)
 
 
 def _name_of(place: Place) -> Name:
@@ -139,6 +151,7 @@ def _times(reductions: Sequence[Reduction]) -> Mapping[Site, int]:
 
 def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_shapes: bool, is_looped: bool) -> Fact:
     over_rows = large is not None and small.given != large.given and small.result == large.result
+    may_be_by_chance = has_dynamic_shapes and large is not None and small.given == large.given
     degrees: tuple[float | None, ...] = ()
     if large is not None and len(large.numbers) == len(small.numbers):
         degrees = tuple(_degree(a, b, ratio) for a, b in zip(small.numbers, large.numbers, strict=True))
@@ -162,6 +175,7 @@ def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_s
         small.of_samples,
         degrees,
         is_looped and small.kind is Kind.ADDITION and small.result == (),
+        frozenset([(small.given, small.result)] if may_be_by_chance else ()),
     )
 
 

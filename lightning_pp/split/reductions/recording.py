@@ -109,7 +109,7 @@ class ReductionRecorder(OutsideUnits):
             depends,
             given,
             tuple(map(self._depends_on_units, tensors)),
-            _shapes_of(result),
+            shapes_of(result),
             tuple(filter(is_number, (*args, *kwargs.values()))),
             result.detach().clone() if is_plain and kind not in (Kind.PRODUCT, Kind.QUOTIENT, Kind.ADDITION) else None,
         )
@@ -117,10 +117,10 @@ class ReductionRecorder(OutsideUnits):
         return result
 
 
-def _shapes_of(result: Any) -> Any:
+def shapes_of(result: Any) -> Any:
     """The shape of a tensor, those of several (values and places), None of what is neither."""
     if isinstance(result, tuple):
-        return tuple(map(_shapes_of, result))
+        return tuple(map(shapes_of, result))
     return tuple(result.shape) if isinstance(result, Tensor) else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from lightning_pp.split.reductions.estimates import follow
 from lightning_pp.split.reductions.facts import Fact, Facts
 from lightning_pp.split.reductions.functions import GREATEST, REVERSED, SCATTERS, LossCall, kind_of
 from lightning_pp.split.reductions.places import Places, line_of
-from lightning_pp.split.reductions.recording import INTEGERS, grown, is_number, tensors_given
+from lightning_pp.split.reductions.recording import INTEGERS, grown, is_number, shapes_of, tensors_given
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
 
 _DEGREE = "_pp_degree"
@@ -159,6 +159,8 @@ class ScaledStep(OutsideUnits):
                 self._check_known(kind, line_of(frame), result)
             return result
         result = _HANDLERS[kind](self, place, fact, func, args, kwargs)
+        if fact.alike and kind in _REDUCING:
+            _check_alike(fact, tuple(tuple(each.shape) for each in tensors_given(args, kwargs)), shapes_of(result))
         if self._follows:
             reduces = fact.over_rows and fact.depends_on_weights
             given = list(tensors_given(args, kwargs))
@@ -350,6 +352,22 @@ class ScaledStep(OutsideUnits):
             )
 
 
+def _check_alike(fact: Fact, given: tuple[tuple[int, ...], ...], result: Any) -> None:
+    """Raises if a call reduces other rows than it was given when the step was learned."""
+    of_this_result = [shapes for shapes, other in fact.alike if other == result]
+    if of_this_result and given not in of_this_result:
+        raise SplitError(
+            f"{fact.line} reduces rows that values of the batch select. Now it is given {_listed(given)}, and in all "
+            f"parts of the batch that showed what the step does, {_listed(of_this_result[0])}. So it is not known "
+            "whether this is a sum over samples. Multiply by a mask instead ((x * mask).sum()), or set "
+            "whole_batch_loss=True on the strategy."
+        )
+
+
+def _listed(shapes: Sequence[Sequence[int]]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes)
+
+
 def _of_each_row(func: Any, args: Any) -> bool:
     """Whether this call takes the gradient of a sum for each of the samples that it adds up."""
     is_of_sum = func is torch.autograd.grad and all(degree_of(output) == 1 for output in args[0])
@@ -401,6 +419,7 @@ def _beside(result: Tensor, total: Tensor | float) -> Tensor:
 
 
 # no bound methods in the step itself: what they hold would live until the next collection of garbage
+_REDUCING = (Kind.SUM, Kind.CONTRACTION, Kind.MEAN, Kind.LOSS, Kind.EXTREME)
 _HANDLERS: Mapping[Kind, Callable[..., Any]] = {
     Kind.SUM: ScaledStep._sum,
     Kind.CONTRACTION: ScaledStep._sum,

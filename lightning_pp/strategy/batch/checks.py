@@ -82,7 +82,7 @@ class BatchChecks:
     def _check_part(self, call: StepCall, batch: Any, microbatches: Sequence[Microbatch], seed: int) -> None:
         module = self._preparation.module
         if call.training:
-            tell_of_batch_norm(module, microbatches[0].num_samples, sum(each.num_samples for each in microbatches))
+            tell_of_batch_norm(module, microbatches[0].num_samples)
         sizes = self._preparation.two_sizes(microbatches, batch)
         if all(self._groups.gather(sizes is not None, "whether a first batch is checked")) and sizes is not None:
             tolerance = tolerance_of(module, step_dtypes(self._precision).compute, self._device)

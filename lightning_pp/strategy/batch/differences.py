@@ -290,14 +290,14 @@ def _reason(difference: Difference, culprit: Culprit | None) -> str:
     return f"It is neither a sum nor a mean over samples. {whole_batch}"
 
 
-def tell_of_batch_norm(module: pl.LightningModule, num_samples: int, batch_size: int) -> None:
+def tell_of_batch_norm(module: pl.LightningModule, num_samples: int) -> None:
     """Says once which layers normalise over microbatches."""
     names = [name for name, child in module.named_modules() if isinstance(child, _BATCH_NORMS) and child.training]
     if names:
         listed = ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         rank_zero_warn(
-            f"BatchNorm normalises over microbatches of {num_samples} samples, not over the {batch_size} samples of "
-            f"the batch, as under gradient accumulation: {listed}. The loss curve is not quite that of one device. "
+            f"BatchNorm normalises over microbatches of {num_samples} samples, not over the batch, as under gradient "
+            f"accumulation: {listed}. The loss curve is not quite that of one device. "
             "GroupNorm, or num_microbatches=1, is exact."
         )
 

@@ -141,7 +141,7 @@ def test_files_are_what_they_are_called(whole_plan: tuple[Plan, str, Path]) -> N
     folder = whole_plan[2]
     written = sorted(path.name for path in folder.iterdir())
     assert written == ["plan.json", "schedule.csv", "schedule.html"]
-    assert [len(step["views"]) for step in data_of((folder / "schedule.html").read_text())["steps"]] == [1]
+    assert len(data_of((folder / "schedule.html").read_text())["views"]) == 1
     for name in written:
         assert str(folder / name) in whole_plan[1].replace("\n", "")
 
@@ -203,7 +203,7 @@ def test_messages_between_nodes_take_the_time_of_their_link(tmp_path: Path) -> N
     only = ["trainer.devices=2", "trainer.num_nodes=2", "peak_tflops=2", "schedules=[1f1b]", "show=1f1b"]
     options = ["link_gb_per_s=2", "link_latency_us=70", "node_link_gb_per_s=50", "node_link_latency_us=5"]
     plan, text = planned(*only, *options)
-    assert "50 GB/s and 5 µs in a node of 2, 2 GB/s and 70 µs between nodes" in text.replace("\n", " ")
+    assert "50 GB/s and 5 µs in a node of 2, 2 GB/s and 70 µs between nodes" in " ".join(text.split())
     num_bytes = plan.shown.cut.summary.crossings[0].forward_bytes
     inside, between = 0.005 + 1e3 * num_bytes / 50e9, 0.07 + 1e3 * num_bytes / 2e9
     costs = plan.shown.cut.costs.per_stage(4)

@@ -16,7 +16,7 @@ from pool import WorkerPool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-NUM_BATCHES = 2
+NUM_BATCHES = 3
 
 
 # ---------------------------------------------------------------- samples that are coupled, losses that are no mean
@@ -103,7 +103,7 @@ class SkipsBatches(Step):
     """Returns None for a whole batch; None for some microbatches is refused."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
 
 
 # ---------------------------------------------------------------- random numbers
@@ -251,7 +251,7 @@ class BranchesByStep(Step):
     """Adds up samples in another branch from a step on; a branch that data decide is refused."""
 
     def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
-        return h.square().sum() / 64 if self.trainer.global_step >= 1 else h.abs().mean()
+        return h.square().sum() / 64 if self.trainer.global_step >= 2 else h.abs().mean()
 
 
 class LogsANumber(Step):

@@ -1,0 +1,55 @@
+"""Rows that values of the batch select: sums over them train as on one device, or are refused before an update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from extra_steps import Step, fitted
+from parity_run import Layout
+from pool import WorkerPool
+from torch import Tensor
+
+LAYOUT = Layout("zb_h1", 2, 1, 4)
+
+
+class SelectsRareRows(Step):
+    """Adds up rows of which the first two batches have none."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        return h[x[:, 7] > 1.4].square().sum() / h.shape[1]
+
+
+class SelectsRows(Step):
+    """The second step is learned anew, when its first microbatch selects a row and the second none."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        total = h[x[:, 0] > 0].square().sum() / h.shape[1]
+        return total + (h.square().sum() / 64 if self.trainer.global_step >= 1 else h.abs().mean())
+
+
+class SelectsByAMask(SelectsRareRows):
+    """The advice of the error."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        return (h.square() * (x[:, 7:] > 1.4)).sum() / h.shape[1]
+
+
+def trained(kind: type[Step], layout: Layout, **options: Any) -> list[float]:
+    return fitted(kind, layout, 4, **options)[0]
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_as_many_rows_by_chance_are_no_proof(pool: WorkerPool, is_checked: bool) -> None:
+    report = pool.run(
+        trained, SelectsRareRows, LAYOUT, check_first_batches=is_checked, world_size=2, expect_failure=True
+    )
+    text = "reduces rows that values of the batch select. Now it is given [1, 8], and in all parts of the batch"
+    assert any(failure and text in failure.message for failure in report.failures)
+
+
+@pytest.mark.parametrize("kind", [SelectsRows, SelectsByAMask])
+def test_sums_of_selected_rows_train_as_on_one_device(pool: WorkerPool, kind: type[Step]) -> None:
+    expected = fitted(kind, None, 4)[0]
+    for losses in pool.run(trained, kind, LAYOUT, world_size=2):
+        assert losses == pytest.approx(expected, rel=1e-9)
