@@ -99,16 +99,16 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_601,
-    ("strategy",): 12_859,
-    ("cli", "conf", "doctor"): 9_424,
-    ("telemetry", "callbacks"): 4_757,
+    ("split",): 12_795,
+    ("strategy",): 12_947,
+    ("cli", "conf", "doctor"): 9_418,
+    ("telemetry", "callbacks"): 4_407,
     ("schedule",): 5_109,
     ("planning",): 5_638,
-    ("runtime",): 4_609,
-    ("checkpoint",): 3_790,
-    ("sharding",): 3_590,
-    ("distributed",): 2_435,
+    ("runtime",): 4_556,
+    ("checkpoint",): 3_820,
+    ("sharding",): 3_588,
+    ("distributed",): 2_432,
     ("tensor",): 3_101,
     ("verification",): 750,
 }

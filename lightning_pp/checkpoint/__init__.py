@@ -1,4 +1,9 @@
-"""Checkpoints of a pipeline: sharded folders and single files, by the names that the unsplit module has."""
+"""Checkpoints of a pipeline: sharded folders and single files, by the names that the unsplit module has.
+
+Both formats load under any layout: another pipeline size, another data-parallel size, sharded or replicated parameters.
+A single file is what a Trainer on one device writes and reads. Most names are imported when they are first used, since
+torch.distributed.checkpoint takes long to import.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +28,41 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "BackgroundSaver", "NewestGood", "OpenedCheckpoint", "ParameterCatalog", "RankPart", "ShardedSave",
-    "checkpoints_in", "gather_full_optimizer_state", "gather_full_state", "load_state", "load_weights",
-    "make_room_for_file", "make_stager", "newest_good", "open_alone", "open_checkpoint", "prepare_save", "read_alone",
-]  # fmt: skip
+    "BackgroundSaver",
+    "NewestGood",
+    "OpenedCheckpoint",
+    "ParameterCatalog",
+    "RankPart",
+    "ShardedSave",
+    "checkpoints_in",
+    "gather_full_optimizer_state",
+    "gather_full_state",
+    "load_state",
+    "load_weights",
+    "make_room_for_file",
+    "make_stager",
+    "newest_good",
+    "open_alone",
+    "open_checkpoint",
+    "prepare_save",
+    "read_alone",
+]
 
-_ROOMS = ("reading.alone", "reading.initial_weights", "reading.newest_good", "reading.open", "writing.background",
-          "writing.sharded", "writing.single_file")  # fmt: skip
+_FILES = {
+    "reading.alone": ("open_alone", "read_alone"),
+    "reading.initial_weights": ("load_weights",),
+    "reading.newest_good": ("NewestGood", "checkpoints_in", "newest_good"),
+    "reading.open": ("open_checkpoint",),
+    "reading.opened": ("OpenedCheckpoint", "load_state"),
+    "writing.background": ("BackgroundSaver",),
+    "writing.sharded": ("ShardedSave", "make_stager", "prepare_save"),
+    "writing.single_file": ("gather_full_optimizer_state", "gather_full_state", "make_room_for_file"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported when it is first used: torch.distributed.checkpoint takes long to import."""
-    rooms = (import_module(f"{__name__}.{room}") for room in _ROOMS if name in __all__)
-    for room in rooms:
-        if hasattr(room, name):
-            return getattr(room, name)
+    """A public name, imported now."""
+    for file, names in _FILES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{file}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

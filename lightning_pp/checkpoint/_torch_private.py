@@ -5,7 +5,7 @@ What the installed version lacks is told where it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,11 +16,16 @@ from lightning_pp._private_names import private
 tree_flatten = private("torch.utils._pytree.tree_flatten")
 tree_leaves = private("torch.utils._pytree.tree_leaves")
 tree_map_only = private("torch.utils._pytree.tree_map_only")
-# gives the class of files of torch.distributed.checkpoint at URLs, which takes long to import
-fsspec_files: Callable[[], Any] = lambda: private(  # noqa: E731
-    "torch.distributed.checkpoint.fsspec_filesystem._FileSystem",  # since torch 2.15
-    "torch.distributed.checkpoint._fsspec_filesystem.FileSystem",
-)
+
+
+def fsspec_files() -> Any:
+    """The class of torch.distributed.checkpoint's files at URLs, which takes long to import."""
+    return private(
+        "torch.distributed.checkpoint.fsspec_filesystem._FileSystem",  # since torch 2.15
+        "torch.distributed.checkpoint._fsspec_filesystem.FileSystem",
+    )
+
+
 # a ``__torch_function__`` for tensor classes that want none
 without_torch_function: Any = private("torch._C._disabled_torch_function_impl")
 _make_wrapper: Any = private("torch.Tensor._make_wrapper_subclass")

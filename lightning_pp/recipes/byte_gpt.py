@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
-import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pp.recipes.optimization import optimizer_with_warmup
+from lightning_pp.recipes.optimization import RecipeModule
 
 NUM_BYTE_VALUES = 256
 
@@ -51,7 +49,7 @@ class Block(nn.Module):
         return out
 
 
-class ByteGPT(L.LightningModule):
+class ByteGPT(RecipeModule):
     """GPT over bytes, trained to predict the next byte.
 
     Args:
@@ -81,14 +79,10 @@ class ByteGPT(L.LightningModule):
         weight_decay: float = 0.1,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate, num_warmup_steps, weight_decay, optimizer)
         if dim % num_heads:
             raise ValueError(f"dim={dim} is not divisible by num_heads={num_heads}: choose num_heads that divides dim")
         self.save_hyperparameters(ignore=["optimizer"])
-        self.learning_rate = learning_rate
-        self.num_warmup_steps = num_warmup_steps
-        self.weight_decay = weight_decay
-        self.make_optimizer = optimizer
         self.max_seq_len = max_seq_len
         self.embedding = nn.Embedding(NUM_BYTE_VALUES, dim)
         self.position = nn.Embedding(max_seq_len, dim)
@@ -128,34 +122,9 @@ class ByteGPT(L.LightningModule):
         logits = self(batch["input_ids"][:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), batch["input_ids"][:, 1:].flatten())
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Log and return the loss of one batch."""
-        loss = self._loss(batch)
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Log the loss of one batch, averaged over the epoch."""
-        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Log the loss of one batch, averaged over the epoch."""
-        self.log("test_loss", self._loss(batch), sync_dist=True)
-
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The most likely next byte at every position, [B, T]."""
         return self(batch["input_ids"]).argmax(dim=-1)  # type: ignore[no-any-return]
 
-    def configure_optimizers(self) -> Any:
-        """AdamW, or the optimizer that was given, with linear warm-up and cosine decay to a tenth."""
-        decayed = [p for name, p in self.named_parameters() if p.ndim >= 2 and not name.startswith("position")]
-        other = [p for name, p in self.named_parameters() if p.ndim < 2 or name.startswith("position")]
-        return optimizer_with_warmup(
-            decayed,
-            other,
-            optimizer=self.make_optimizer,
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            num_warmup_steps=self.num_warmup_steps,
-            num_steps=int(self.trainer.estimated_stepping_batches),
-        )
+    def _is_decayed(self, name: str, parameter: nn.Parameter) -> bool:
+        return parameter.ndim >= 2 and not name.startswith("position")

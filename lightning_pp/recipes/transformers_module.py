@@ -11,14 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
-from lightning_pp.recipes.optimization import optimizer_with_warmup
+from lightning_pp.recipes.optimization import RecipeModule
 
 
-class TransformersModule(L.LightningModule):
+class TransformersModule(RecipeModule):
     """A model of transformers with its own loss; a subclass names the class of models and says what they are given.
 
     Args:
@@ -65,7 +64,7 @@ class TransformersModule(L.LightningModule):
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         float8: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate, num_warmup_steps, weight_decay, optimizer)
         self.config = _configuration(model_type, config or {}, directory)
         self.lora = None if lora is None else _lora_configuration(lora, self.peft_task)
         self.save_hyperparameters(ignore=["optimizer"])
@@ -75,11 +74,7 @@ class TransformersModule(L.LightningModule):
         if float8 is not None and lora is not None:
             raise ValueError("float8 and lora are both given. Adapters on float8 layers are not tried: leave one out")
         self.float8 = float8
-        self.learning_rate = learning_rate
-        self.num_warmup_steps = num_warmup_steps
-        self.weight_decay = weight_decay
         self.activation_checkpointing = activation_checkpointing
-        self.make_optimizer = optimizer
         self.model: Any = None  # a transformers PreTrainedModel, or a PeftModel around one, made in configure_model
         self._made_without_memory = _without_memory()
 
@@ -118,36 +113,14 @@ class TransformersModule(L.LightningModule):
         """What the model says of a batch, with its ``loss`` and ``logits``."""
         return self.model(**batch)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Log and return the model's own loss."""
+    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """The model's own loss."""
         loss: Tensor = self._outputs(batch).loss
-        self.log("train_loss", loss, prog_bar=True)
         return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Log the loss of one batch, averaged over the epoch."""
-        self.log("val_loss", self._outputs(batch).loss, prog_bar=True, sync_dist=True)
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Log the loss of one batch, averaged over the epoch."""
-        self.log("test_loss", self._outputs(batch).loss, sync_dist=True)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The most likely class of each logit's last dimension."""
         return self._outputs(batch).logits.argmax(dim=-1)  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        """AdamW, or the optimizer that was given, with linear warm-up and cosine decay to a tenth."""
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        return optimizer_with_warmup(
-            [p for p in parameters if p.ndim >= 2],
-            [p for p in parameters if p.ndim < 2],
-            optimizer=self.make_optimizer,
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            num_warmup_steps=self.num_warmup_steps,
-            num_steps=int(self.trainer.estimated_stepping_batches),
-        )
 
 
 def _convert_to_float8(model: nn.Module, recipe: str) -> None:

@@ -6,15 +6,13 @@ Shape letters: B texts, T bytes per half, D width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_pp.recipes.byte_gpt import NUM_BYTE_VALUES, Block
-from lightning_pp.recipes.optimization import optimizer_with_warmup
+from lightning_pp.recipes.optimization import RecipeModule
 
 
 class Tower(nn.Module):
@@ -42,7 +40,7 @@ class Tower(nn.Module):
         return F.normalize(self.norm(x).mean(dim=1), dim=-1)
 
 
-class TwoTower(L.LightningModule):
+class TwoTower(RecipeModule):
     """Contrastive training of two towers: each first half is to be most similar to its own second half.
 
     The loss compares all texts of a batch, so it is that of the whole batch only with the strategy's
@@ -72,15 +70,11 @@ class TwoTower(L.LightningModule):
         weight_decay: float = 0.1,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate, num_warmup_steps, weight_decay, optimizer)
         self.save_hyperparameters(ignore=["optimizer"])
         self.first = Tower(num_layers, dim, num_heads, max_seq_len)
         self.second = Tower(num_layers, dim, num_heads, max_seq_len)
         self.temperature = temperature
-        self.learning_rate = learning_rate
-        self.num_warmup_steps = num_warmup_steps
-        self.weight_decay = weight_decay
-        self.make_optimizer = optimizer
 
     def _similarities(self, batch: dict[str, Tensor]) -> Tensor:
         """Of each first half with each second half, over the temperature, [B, B]."""
@@ -89,29 +83,7 @@ class TwoTower(L.LightningModule):
         return similarities
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """The mean cross-entropy of finding the other half, in nats; log(B) by guessing."""
         similarities = self._similarities(batch)
         own = torch.arange(len(similarities), device=similarities.device)
         return (F.cross_entropy(similarities, own) + F.cross_entropy(similarities.T, own)) / 2
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Log and return the mean cross-entropy of finding the other half, in nats; log(B) by guessing."""
-        loss = self._loss(batch)
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Log the loss of one batch, averaged over the epoch."""
-        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
-
-    def configure_optimizers(self) -> Any:
-        """AdamW, or the optimizer that was given, with linear warm-up and cosine decay to a tenth."""
-        parameters = list(self.parameters())
-        return optimizer_with_warmup(
-            [p for p in parameters if p.ndim >= 2],
-            [p for p in parameters if p.ndim < 2],
-            optimizer=self.make_optimizer,
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            num_warmup_steps=self.num_warmup_steps,
-            num_steps=int(self.trainer.estimated_stepping_batches),
-        )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lightning_pp.runtime.offloading import Offloader, SavedTensors, address_of
 from lightning_pp.runtime.randomness import StepRandomness, step_seeded
 from lightning_pp.runtime.recomputation import Recomputation
-from lightning_pp.runtime.sharded import ShardedStages, run_sharding_action
 from lightning_pp.runtime.split_backward.deferral import weight_gradients_deferrable
 from lightning_pp.runtime.stage import StageRunner
 from lightning_pp.runtime.stage_forward import InFlight
@@ -28,6 +27,9 @@ from lightning_pp.split.data.tree import map_leaves, tensors_of
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.step_record import Value
 from lightning_pp.split.unit_calls.interception import UnitCalls
+
+if TYPE_CHECKING:
+    from lightning_pp.sharding import ShardedStages
 
 _MOST_PROGRAMS = 256
 # an attribute of exceptions
@@ -280,8 +282,12 @@ class _Step:
             saved.offload() if action.kind is ActionKind.OFFLOAD else saved.reload()
         elif self._sharded is None:
             return
+        elif action.kind is ActionKind.UNSHARD:
+            self._sharded.unshard(action.stage)
+        elif action.kind is ActionKind.RESHARD:
+            self._sharded.reshard(action.stage)
         else:
-            run_sharding_action(self._sharded, action)
+            self._sharded.reduce(action.stage)
         self.timer.stop(action)
 
     def end(self, entry: _Entry) -> None:

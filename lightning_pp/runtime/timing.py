@@ -85,18 +85,6 @@ class StepTimer:
         """It is done."""
         self._marks.append((action, self._begun, self._waiting, self._arrived, self._now()))
 
-    def is_over(self) -> bool:
-        """Whether all actions so far have ended, so that reading the times does not wait."""
-        return not self._cuda or not self._marks or bool(self._marks[-1][-1].query())
-
-    def span_ms(self) -> float:
-        """From the beginning of the step on this rank to the end of its last action; on CUDA waits for it."""
-        if not self._is_on or not self._marks:
-            return 0.0
-        if self._cuda:
-            self._marks[-1][-1].synchronize()
-        return self._since(self._marks[-1][-1])
-
     def times(self) -> list[ActionTimes]:
         """The times of all F, I, W and B so far; on CUDA waits for the last of them."""
         return [moment for moment in self._all_times() if moment.action.kind.is_compute]

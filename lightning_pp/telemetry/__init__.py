@@ -13,7 +13,6 @@ from lightning_pp.telemetry.sums import RankSums, StageSums, longest_span_bubble
 from lightning_pp.telemetry.throughput import BatchClock, Throughput, count_tokens
 from lightning_pp.telemetry.timeline.html import html_timeline
 from lightning_pp.telemetry.timeline.recorded import RecordedStep
-from lightning_pp.telemetry.timeline.recording import StepRecorder
 from lightning_pp.telemetry.timeline.step import Timeline
 from lightning_pp.telemetry.timeline.text import text_timeline
 from lightning_pp.telemetry.timeline.trace import chrome_trace
@@ -36,7 +35,6 @@ __all__ = [
     "StageSums",
     "StageTimes",
     "StepPrediction",
-    "StepRecorder",
     "Throughput",
     "Timeline",
     "chrome_trace",

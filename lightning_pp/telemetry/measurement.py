@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Placement, Schedule
 from lightning_pp.sharding import CollectiveSums, CollectiveTimes
 from lightning_pp.split.cut.partition import Partition
+from lightning_pp.telemetry.gathering import gather, gather_timeline
 from lightning_pp.telemetry.memory import read_memory_gib, read_peak_memory_gib
 from lightning_pp.telemetry.reading import RankReading, StepPrediction
 from lightning_pp.telemetry.report import Measurements, PipelineReport, StageInfo, StageReport
 from lightning_pp.telemetry.sums import RankSums
 from lightning_pp.telemetry.throughput import BatchClock, Throughput, count_tokens
-from lightning_pp.telemetry.timeline.gathering import gather_row, gather_timeline
 from lightning_pp.telemetry.timeline.step import Timeline
 from lightning_pp.telemetry.timeline.text import text_timeline
 
@@ -38,25 +39,6 @@ class SplitPipeline(Protocol):
 
     @property
     def num_parameters(self) -> Mapping[str, int]: ...
-
-
-class PipelineGroups(Protocol):
-    """CPU groups: a pipeline's ranks, and the ranks at one place of all replicas; None for those of one rank."""
-
-    @property
-    def pipeline(self) -> dist.ProcessGroup | None: ...
-
-    @property
-    def data_parallel(self) -> dist.ProcessGroup | None: ...
-
-    @property
-    def same_stages(self) -> dist.ProcessGroup | None: ...
-
-    @property
-    def num_replicas(self) -> int: ...
-
-    @property
-    def num_tensor_ranks(self) -> int: ...
 
 
 class MeasurablePipeline(Protocol):
@@ -92,7 +74,7 @@ class MeasurablePipeline(Protocol):
     def split(self) -> SplitPipeline: ...
 
     @property
-    def groups(self) -> PipelineGroups: ...
+    def groups(self) -> ControlGroups: ...
 
     def prediction_of(self, schedule: Schedule) -> StepPrediction: ...
 
@@ -121,6 +103,7 @@ class FitMeasurement:
     Attributes:
         num_samples: Samples that all replicas have trained on, the first batch included; on pipeline rank 0.
         num_tokens: The same of tokens.
+        pictured_step: The optimizer step that :meth:`gather_timeline` shows.
     """
 
     def __init__(self, pipeline: MeasurablePipeline, clock: BatchClock | None = None) -> None:
@@ -140,19 +123,21 @@ class FitMeasurement:
         self._total: Measurements | None = None
         self._last_step = pipeline.last_training_step
         self._pictured: tuple[Schedule, StepTimer] | None = None
+        self.pictured_step = 0
         self._num_batches = 0
         self._first_loss: Tensor | None = None
         self._last_loss: Tensor | None = None
 
     # ---------------------------------------------------------------- during the fit
 
-    def batch_ended(self, batch: Any, loss: Tensor | None, waited_ms: float = 0.0) -> None:
+    def batch_ended(self, batch: Any, loss: Tensor | None, waited_ms: float = 0.0, at_step: int = 0) -> None:
         """Notes a training batch; costs no collective and does not wait for the device.
 
         Args:
             batch: The batch.
             loss: What the step returned for it, a scalar.
             waited_ms: How long the loader was waited for, since the batch before.
+            at_step: The optimizer step that it belongs to.
         """
         self._waited_ms += waited_ms
         step = self._pipeline.last_training_step
@@ -168,7 +153,7 @@ class FitMeasurement:
         if not self._is_measured:
             return
         if self._pictured is None or step[0].num_microbatches >= self._pictured[0].num_microbatches:
-            self._pictured = step  # not the short last batch of an epoch
+            self._pictured, self.pictured_step = step, at_step  # not the short last batch of an epoch
         num_tokens = count_tokens(batch) if self._pipeline.rank == 0 else 0
         num_replicas = self._pipeline.groups.num_replicas
         num_samples, num_tokens = self._pipeline.last_num_samples * num_replicas, num_tokens * num_replicas
@@ -210,17 +195,12 @@ class FitMeasurement:
             by_stage = {} if collectives is None else self._by_stage(collectives)
             own += RankSums.of_step(timer.times(), self._stages, timer.sent_bytes, by_stage)
         self._timers.clear()
-        nums_stages = [len(self._placement.stages_of_rank(rank)) for rank in range(self._placement.num_ranks)]
-        most = max(nums_stages)
-        first = RankReading.row_length(most)
-        row, length = [*self._read(squares).to_row(most), *own.to_row()], first + RankSums.row_length(most)
-        rows = gather_row(row, length, self._pipeline.groups.pipeline, self._pipeline.rank)
-        throughput, self._throughput = self._throughput, Throughput()
-        if rows is None:
-            return None
-        sums = [RankSums.from_row(row[first:], number) for row, number in zip(rows, nums_stages, strict=True)]
-        readings = [RankReading.from_row(row, number) for row, number in zip(rows, nums_stages, strict=True)]
         groups = self._pipeline.groups
+        told = gather((self._read(squares), own), groups.pipeline, self._pipeline.rank)
+        throughput, self._throughput = self._throughput, Throughput()
+        if told is None:
+            return None
+        readings, sums = [reading for reading, _ in told], [of_rank for _, of_rank in told]
         num_devices = self._placement.num_ranks * groups.num_replicas * groups.num_tensor_ranks
         found = Measurements(self._placement, sums, readings, throughput, self._predict(), num_devices)
         self._total = found if self._total is None else self._total + found
@@ -269,7 +249,7 @@ class FitMeasurement:
             return None
         if self._timers:
             self._collect([])
-        timeline = self._gather_timeline()
+        timeline = self.gather_timeline()
         if timeline is None or self._total is None:
             return None
         total = self._total
@@ -297,9 +277,14 @@ class FitMeasurement:
             stages.append(StageInfo(rank, units, sum(split.num_parameters[unit] for unit in units)))
         return stages
 
-    def _gather_timeline(self) -> Timeline | None:
-        """The last step with all its microbatches, on all ranks, on rank 0."""
-        assert self._pictured is not None
+    def gather_timeline(self) -> Timeline | None:
+        """The last step with all its microbatches, on all ranks, on rank 0; every rank has to call it.
+
+        Returns:
+            None elsewhere, and where no batch was trained.
+        """
+        if self._pictured is None:
+            return None
         schedule, timer = self._pictured
         groups = self._pipeline.groups
         return gather_timeline(

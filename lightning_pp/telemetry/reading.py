@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -39,22 +38,6 @@ class RankReading:
     data_wait_ms: float = 0.0
     gradient_square: float = -1.0
     gradient_squares: tuple[float, ...] = ()
-
-    def to_row(self, num_stages: int) -> list[float]:
-        """All numbers, to be sent, with places for ``num_stages`` stages; :meth:`from_row` reads it."""
-        *numbers, squares = vars(self).values()
-        return [*numbers, *squares, *[-1.0] * (num_stages - len(squares))]
-
-    @classmethod
-    def from_row(cls, row: Sequence[float], num_stages: int) -> RankReading:
-        """The reverse of :meth:`to_row`, for a rank of ``num_stages`` stages; what follows is ignored."""
-        squares = () if row[4] < 0 else tuple(row[5 : 5 + num_stages])
-        return cls(row[0], row[1], row[2], row[3], row[4], squares)
-
-    @staticmethod
-    def row_length(num_stages: int) -> int:
-        """Length of the row with places for ``num_stages`` stages."""
-        return 5 + num_stages
 
     def merged(self, later: RankReading) -> RankReading:
         """This and a later one as one: the higher peak, all waits, otherwise the later."""

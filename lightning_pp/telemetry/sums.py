@@ -41,11 +41,7 @@ class StageSums:
     reduce_hidden_ms: float = 0.0
 
     def __add__(self, other: StageSums) -> StageSums:
-        return StageSums(*map(add, self.numbers(), other.numbers()))
-
-    def numbers(self) -> tuple[float, ...]:
-        """All fields, in order."""
-        return tuple(vars(self).values())
+        return StageSums(*map(add, vars(self).values(), vars(other).values()))
 
 
 _FIELD_OF_KIND = {
@@ -54,8 +50,6 @@ _FIELD_OF_KIND = {
     ActionKind.B: "backward_input_ms",
     ActionKind.W: "backward_weight_ms",
 }
-_NUM_STAGE_FIELDS = len(StageSums().numbers())
-_NUM_RANK_FIELDS = 3
 
 
 @dataclass(frozen=True)
@@ -121,25 +115,6 @@ class RankSums:
     def bubble_fraction(self) -> float:
         """``1 - work / span``, as the items of :attr:`lightning_pp.schedule.Simulation.bubble_fraction` have it."""
         return 1.0 - self.work_ms / self.span_ms if self.span_ms else 0.0
-
-    def to_row(self) -> list[float]:
-        """All numbers in a row, to be sent; :meth:`from_row` reads it."""
-        row = [self.num_steps, self.work_ms, self.span_ms]
-        for stage in self.stages:
-            row += stage.numbers()
-        return row
-
-    @classmethod
-    def from_row(cls, row: Sequence[float], num_stages: int) -> RankSums:
-        """The reverse of :meth:`to_row`; what follows the numbers of ``num_stages`` stages is ignored."""
-        numbers = iter(row[_NUM_RANK_FIELDS:])
-        stages = tuple(StageSums(*(next(numbers) for _ in range(_NUM_STAGE_FIELDS))) for _ in range(num_stages))
-        return cls(row[0], row[1], row[2], stages)
-
-    @staticmethod
-    def row_length(num_stages: int) -> int:
-        """Length of the row of a rank of ``num_stages`` stages."""
-        return _NUM_RANK_FIELDS + num_stages * _NUM_STAGE_FIELDS
 
 
 def imbalance_of(ranks: Sequence[RankSums]) -> float:

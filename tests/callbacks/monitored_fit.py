@@ -90,7 +90,7 @@ class Counts(L.Callback):
         self.num_gathers = 0
         self.num_reads = 0
         self.after_batches: list[tuple[int, int]] = []
-        gather, times = dist.gather, StepTimer.times
+        gather, times = dist.gather_object, StepTimer.times
 
         def counted_gather(*args: Any, **kwargs: Any) -> Any:
             self.num_gathers += 1
@@ -101,14 +101,14 @@ class Counts(L.Callback):
             return times(timer)
 
         self._originals = (gather, times)
-        dist.gather = counted_gather  # type: ignore[assignment]
+        dist.gather_object = counted_gather  # type: ignore[assignment]
         StepTimer.times = counted_times  # type: ignore[method-assign]
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.after_batches.append((self.num_gathers, self.num_reads))
 
     def undo(self) -> None:
-        dist.gather, StepTimer.times = self._originals  # type: ignore[method-assign]
+        dist.gather_object, StepTimer.times = self._originals  # type: ignore[method-assign]
 
 
 def fit(

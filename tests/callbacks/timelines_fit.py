@@ -43,6 +43,19 @@ class SlowAction(L.Callback):
         StepTimer.stop = self._original  # type: ignore[method-assign]
 
 
+class KeptPages(L.Callback):
+    """Keeps each page that the monitor before it has written, by the batch after which it was there."""
+
+    def __init__(self, page: Path) -> None:
+        self.page, self.newest = page, ""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        text = self.page.read_text() if trainer.is_global_zero and self.page.is_file() else ""
+        if text != self.newest:
+            self.newest = text
+            self.page.with_name(f"after-batch-{batch_idx}.html").write_text(text)
+
+
 def fit_with_timelines(folder: str, logs: bool, every_n_steps: int = 4) -> list[str]:
     """Timelines every so many steps; with ``logs`` in the folder of a TensorBoard logger. Returns the warnings."""
     logger = TensorBoardLogger(folder, name="board", version="run") if logs else False
@@ -50,8 +63,9 @@ def fit_with_timelines(folder: str, logs: bool, every_n_steps: int = 4) -> list[
         timeline_every_n_steps=every_n_steps, timeline_dirpath=None if logs else Path(folder) / "own"
     )
     slow = SlowAction()
+    pages = KeptPages(Path(folder, "board", "run", "timelines") / "timeline.html")
     strategy = PipelineParallelStrategy(2, 1, num_microbatches=4, schedule="zb_h1", check_first_batches=False)
-    run = trainer(2, strategy, logger=logger, callbacks=[slow, monitor], log_every_n_steps=2)
+    run = trainer(2, strategy, logger=logger, callbacks=[slow, monitor, pages], log_every_n_steps=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -13,16 +13,15 @@ Times = tuple[float, float, float, float]
 def data_of(page: str) -> dict[str, Any]:
     (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     data: dict[str, Any] = json.loads(text)
-    assert data["format"] == "lightning_pp.timeline/1"
+    assert data["format"] == "lightning_pp.timeline/2"
     return data
 
 
-def view_of(data: dict[str, Any], step: int, name: str) -> list[list[tuple[str, Times]]]:
-    """For each rank its actions and their times, of one view of the step at an index."""
-    shown = data["steps"][step]
-    (view,) = [view for view in shown["views"] if view["name"] == name]
+def view_of(data: dict[str, Any], name: str) -> list[list[tuple[str, Times]]]:
+    """For each rank its actions and their times, of one view."""
+    (view,) = [view for view in data["views"] if view["name"] == name]
     ranks = []
-    for text, row in zip(data["programs"][shown["program"]]["ranks"], view["ranks"], strict=True):
+    for text, row in zip(data["program"]["ranks"], view["ranks"], strict=True):
         names = text.split(" ")
         assert len(row) == 4 * len(names)
         now, times = 0, []
@@ -30,7 +29,7 @@ def view_of(data: dict[str, Any], step: int, name: str) -> list[list[tuple[str, 
             moments = []
             for number in row[index : index + 4]:
                 now += number
-                moments.append(now * shown["tick"])
+                moments.append(now * data["tick"])
             times.append((moments[0], moments[1], moments[2], moments[3]))
         ranks.append(list(zip(names, times, strict=True)))
     return ranks

@@ -30,7 +30,7 @@ def test_hovering_tells_the_action_and_what_it_waited_for(
     name: str, point_at: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     schedule, costs = schedule_and_costs(name)
-    step = RecordedStep.of(7, "every 8 steps", Timeline.aligned(schedule, simulated_times(schedule, costs)))
+    step = RecordedStep.of(7, Timeline.aligned(schedule, simulated_times(schedule, costs)))
     timeline = step.measured
     longest = max(step.planned.span_ms, timeline.span_ms)
     moments = [(rank, moment) for rank, times in enumerate(timeline.ranks) for moment in times]
@@ -38,7 +38,7 @@ def test_hovering_tells_the_action_and_what_it_waited_for(
     waits = [(rank, one) for rank, one in moments if one.wait_ms > 0.5]
     assert waits
     points += [(MEASURED, rank, (one.start_ms - one.wait_ms / 2) / longest) for rank, one in waits]
-    found = point_at(html_timeline([step]), points, tmp_path)
+    found = point_at(html_timeline(step), points, tmp_path)
     assert found["asked"] == [] and found["refused"] == []
     for (rank, one), shown in zip(moments, found["shown"], strict=False):
         rows = dict(shown["rows"])

@@ -1,4 +1,4 @@
-"""The page and the trace of several steps, read back and compared with the steps."""
+"""The page and the trace of a step, read back and compared with the step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLOCKS = [0.0, 1234.5, -777.0, 5e5]
 def recorded(name: str, step: int = 7, p2p: float = 0.0) -> RecordedStep:
     schedule, costs = schedule_and_costs(name, p2p)
     clocks = CLOCKS[: schedule.placement.num_ranks]
-    return RecordedStep.of(step, "every 8 steps", Timeline.aligned(schedule, simulated_times(schedule, costs, clocks)))
+    return RecordedStep.of(step, Timeline.aligned(schedule, simulated_times(schedule, costs, clocks)))
 
 
 class Outside(HTMLParser):
@@ -46,12 +46,10 @@ class Outside(HTMLParser):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_page_has_every_action_once_with_its_times(name: str) -> None:
     step = recorded(name)
-    data = data_of(html_timeline([step]))
-    assert data["unit"] == "ms"
-    shown = data["steps"][0]
-    assert (shown["step"], shown["why"]) == (7, "every 8 steps")
+    data = data_of(html_timeline(step))
+    assert (data["unit"], data["step"]) == ("ms", 7)
     for view, timeline in (("planned", step.planned), ("measured", step.measured)):
-        ranks = view_of(data, 0, view)
+        ranks = view_of(data, view)
         assert Counter(action for rank in ranks for action, _ in rank) == Counter(
             str(action) for program in timeline.schedule.programs for action in program
         )
@@ -59,15 +57,15 @@ def test_the_page_has_every_action_once_with_its_times(name: str) -> None:
             for (action, moments), moment in zip(row, times, strict=True):
                 assert action == str(moment.action)
                 expected = (moment.asked_ms, moment.asked_ms + moment.early_ms, moment.start_ms, moment.end_ms)
-                assert moments == pytest.approx(expected, abs=0.51 * shown["tick"])
-        (found,) = [one for one in shown["views"] if one["name"] == view]
+                assert moments == pytest.approx(expected, abs=0.51 * data["tick"])
+        (found,) = [one for one in data["views"] if one["name"] == view]
         bubbles = [timeline.bubble_fraction(rank) for rank in range(len(ranks))]
         assert found["bubbles"] == pytest.approx(bubbles, abs=1e-4)
-    assert shown["tick"] * 1e5 <= step.measured.span_ms  # a step is 100,000 ticks at least
+    assert data["tick"] * 1e5 <= step.measured.span_ms  # a step is 100,000 ticks at least
 
 
 def test_the_page_asks_for_nothing() -> None:
-    page = html_timeline([recorded("zb_v"), recorded("1f1b", 15)])
+    page = html_timeline(recorded("zb_v"))
     parser = Outside()
     parser.feed(page)
     assert parser.found == [("href", "data:,")]  # in place of the icon that browsers ask for by themselves
@@ -79,20 +77,12 @@ def test_the_page_asks_for_nothing() -> None:
     assert not re.findall(r"https?:|//\w+\.|\bfetch\b|XMLHttpRequest|import\s*\(|@import|url\(", page)
 
 
-def test_steps_of_different_programs_stand_side_by_side() -> None:
-    steps = [recorded("zb_v", 3), recorded("1f1b", 5), recorded("zb_v", 9)]
-    data = data_of(html_timeline(steps))
-    assert [one["name"] for one in data["programs"]] == ["zb_v", "1f1b"]
-    assert [(one["step"], one["program"]) for one in data["steps"]] == [(3, 0), (5, 1), (9, 0)]
-    assert data["programs"][0]["rank_of_stage"] == [0, 1, 1, 0]
-
-
 def test_one_timeline_is_a_page_too_in_its_own_unit() -> None:
     schedule, costs = schedule_and_costs("zb_h1")
     data = data_of(html_timeline(Timeline.simulated(schedule, costs, unit="GFLOP")))
     assert data["unit"] == "GFLOP"
-    assert [view["name"] for view in data["steps"][0]["views"]] == [""]
-    row = view_of(data, 0, "")[0]
+    assert [view["name"] for view in data["views"]] == [""]
+    row = view_of(data, "")[0]
     assert [end - start for _, (_, _, start, end) in row][:3] == pytest.approx([2.0, 2.0, 2.0], abs=1e-4)
 
 
@@ -102,12 +92,12 @@ def test_gathers_and_reductions_are_in_the_page() -> None:
     sharded = insert_sharding(schedule, sharding).schedule
     timeline = Timeline.simulated(sharded, StageCosts(2.0, 2.0, 2.0, gather=1.0, reduce=3.0))
     data = data_of(html_timeline(timeline))
-    shown = data["steps"][0]
+    assert data["program"]["rank_of_stage"] == [0, 1, 1, 0]
     for rank, times in enumerate(timeline.sharding):
-        assert data["programs"][0]["sharding"][rank].split(" ") == [str(moment.action) for moment in times]
-        row = shown["views"][0]["sharding"][rank]
-        assert [at * shown["tick"] for at in row[::2]] == pytest.approx([m.start_ms for m in times], abs=1e-3)
-        assert [took * shown["tick"] for took in row[1::2]] == pytest.approx([m.work_ms for m in times], abs=1e-3)
+        assert data["program"]["sharding"][rank].split(" ") == [str(moment.action) for moment in times]
+        row = data["views"][0]["sharding"][rank]
+        assert [at * data["tick"] for at in row[::2]] == pytest.approx([m.start_ms for m in times], abs=1e-3)
+        assert [took * data["tick"] for took in row[1::2]] == pytest.approx([m.work_ms for m in times], abs=1e-3)
 
 
 def test_names_cannot_leave_their_place_in_the_page() -> None:
@@ -117,15 +107,14 @@ def test_names_cannot_leave_their_place_in_the_page() -> None:
     parser = Outside()
     parser.feed(page)
     assert [name for name, _ in parser.found] == ["href"]
-    assert data_of(page)["programs"][0]["name"] == "</script><img src=x>"
+    assert data_of(page)["program"]["name"] == "</script><img src=x>"
 
 
 def test_a_step_of_64_ranks_and_256_microbatches_is_below_2_mb() -> None:
     schedule = build_schedule("zb_h1", num_ranks=64, num_microbatches=256)
     times = simulated_times(schedule, StageCosts(11.3, 10.7, 9.1, p2p=0.13))
-    step = RecordedStep.of(1, "every step", Timeline.aligned(schedule, times))
-    assert step.num_actions > 2 * 2 * 64 * 256
-    assert len(html_timeline([step])) < 2_000_000
+    step = RecordedStep.of(1, Timeline.aligned(schedule, times))
+    assert len(html_timeline(step)) < 2_000_000
 
 
 # ---------------------------------------------------------------- the plan beside it
@@ -144,7 +133,7 @@ def test_one_slow_action_is_not_in_the_plan() -> None:
     rows = simulated_times(schedule, costs)
     slow = rows[0][-1]
     rows[0][-1] = ActionTimes(slow.action, slow.asked_ms, slow.start_ms, slow.end_ms + 40.0)
-    step = RecordedStep.of(0, "", Timeline.aligned(schedule, rows))
+    step = RecordedStep.of(0, Timeline.aligned(schedule, rows))
     usual = schedule.simulate(costs).makespan
     assert step.planned.span_ms == pytest.approx(usual, abs=1.0)
     assert step.measured.ranks[0][-1].end_ms == pytest.approx(step.planned.ranks[0][-1].end_ms + 40.0, abs=1.0)
@@ -174,10 +163,10 @@ def test_steps_that_real_processes_ran_in_virtual_time_are_shown_as_simulated(po
     for index, (schedule, costs) in enumerate(cases):
         num_ranks = schedule.placement.num_ranks
         rows = [_timed(by_rank[rank][index], schedule, rank, ahead=CLOCKS[rank]) for rank in range(num_ranks)]
-        page = html_timeline([RecordedStep.of(index, "", Timeline.aligned(schedule, rows))])
+        page = html_timeline(RecordedStep.of(index, Timeline.aligned(schedule, rows)))
         simulated = schedule.simulate(costs).timeline
         for view in ("measured", "planned"):
-            for row, expected in zip(view_of(data_of(page), 0, view), simulated, strict=True):
+            for row, expected in zip(view_of(data_of(page), view), simulated, strict=True):
                 assert [action for action, _ in row] == [str(timed.action) for timed in expected]
                 for (action, (_, _, start, end)), timed in zip(row, expected, strict=True):
                     assert (start, end) == pytest.approx((timed.start_ms, timed.end_ms), abs=1e-3), (view, action)
@@ -197,36 +186,25 @@ def _timed(found: dict[str, tuple[float, float]], schedule: Schedule, rank: int,
 # ---------------------------------------------------------------- the trace
 
 
-def events_of(steps: Timeline | Sequence[RecordedStep]) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = json.loads(chrome_trace(steps))["traceEvents"]
+def events_of(step: Timeline | RecordedStep) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads(chrome_trace(step))["traceEvents"]
     return events
 
 
-def test_several_steps_follow_one_another_in_the_trace() -> None:
-    steps = [recorded("1f1b", 3), recorded("1f1b", 11)]
-    events = events_of(steps)
+def test_measured_and_planned_are_processes_of_the_trace() -> None:
+    step = recorded("1f1b", 3)
+    events = events_of(step)
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert names == {0: "steps", 1: "measured, 1f1b", 2: "planned, 1f1b"}
-    bounds = [event for event in events if event.get("cat") == "step"]
-    assert [event["name"] for event in bounds] == ["step 3", "step 11"]
-    assert bounds[0]["args"] == {
-        "why": "every 8 steps",
-        "measured_ms": steps[0].measured.span_ms,
-        "planned_ms": steps[0].planned.span_ms,
-    }
-    assert bounds[1]["ts"] > bounds[0]["ts"] + bounds[0]["dur"]
-    assert [event["ts"] for event in events if event["ph"] == "i"] == [event["ts"] for event in bounds]
-    for process, timelines in ((1, [one.measured for one in steps]), (2, [one.planned for one in steps])):
+    assert names == {1: "measured, 1f1b", 2: "planned, 1f1b"}
+    begins = min(event["ts"] for event in events if event["ph"] == "X")
+    assert begins == 0.0  # ranks that wait from the beginning do so at no time before it
+    for process, timeline in ((1, step.measured), (2, step.planned)):
         work = [e for e in events if e["ph"] == "X" and e["pid"] == process and e["cat"] != "wait"]
-        moments = [
-            (bound["ts"], rank, moment)
-            for bound, timeline in zip(bounds, timelines, strict=True)
-            for rank, times in enumerate(timeline.ranks)
-            for moment in times
-        ]
-        assert [(e["tid"], e["name"]) for e in work] == [(rank, str(moment.action)) for _, rank, moment in moments]
-        assert [e["ts"] for e in work] == pytest.approx([at + 1e3 * m.start_ms for at, _, m in moments], abs=2e-3)
-        assert [e["dur"] for e in work] == pytest.approx([1e3 * m.work_ms for _, _, m in moments], abs=2e-3)
+        moments = [(rank, moment) for rank, times in enumerate(timeline.ranks) for moment in times]
+        assert [(e["tid"], e["name"]) for e in work] == [(rank, str(moment.action)) for rank, moment in moments]
+        at = work[0]["ts"] - 1e3 * moments[0][1].start_ms
+        assert [e["ts"] - at for e in work] == pytest.approx([1e3 * m.start_ms for _, m in moments], abs=2e-3)
+        assert [e["dur"] for e in work] == pytest.approx([1e3 * m.work_ms for _, m in moments], abs=2e-3)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_v"])

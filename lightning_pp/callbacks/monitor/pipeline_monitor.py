@@ -19,11 +19,11 @@ from lightning_pp.callbacks.monitor.diagnosis import FitDiagnosis
 from lightning_pp.callbacks.monitor.loader_wait import LoaderWait
 from lightning_pp.callbacks.monitor.logger_outputs import LoggerOutputs
 from lightning_pp.callbacks.monitor.run_facts import known_peak_tflops, run_facts
-from lightning_pp.callbacks.monitor.timelines import FitTimelines
+from lightning_pp.callbacks.monitor.timelines import write_timeline
 from lightning_pp.callbacks.pipeline import LoggedPipeline, pipeline_of
 from lightning_pp.callbacks.wandb_logger import PipelineWandbLogger
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.telemetry import Diagnosis, FitMeasurement, PipelineReport
+from lightning_pp.telemetry import Diagnosis, FitMeasurement, PipelineReport, RecordedStep, Timeline
 from lightning_pp.telemetry.metric_table import old_stage_metric
 
 
@@ -39,8 +39,8 @@ class PipelineMonitor(Callback):
             and has the progress bar show the loss, tokens/s and bubble
         the first of these, the second, fourth, eighth, ...: to W&B also a chart and a table over the stages
         after 8, 16 and 32 measured steps: gather their times; tell, once, what would make a step shorter (findings)
-        timeline_every_n_steps optimizer steps: gather the times of this step and of the slowest since the last; write
-            timelines, planned beside measured, to files, W&B and TensorBoard
+        timeline_every_n_steps optimizer steps: gather the times of this step; write its timeline, planned beside
+            measured, to a file and to W&B
         end: the same once more; make the report, with the findings of the latest steps
 
     Between loggings a batch costs no collective. Times are those of the first replica's pipeline. Throughput is that
@@ -49,8 +49,8 @@ class PipelineMonitor(Callback):
 
     Args:
         every_n_steps: Optimizer steps from one logging to the next. None: ``Trainer(log_every_n_steps=)``.
-        log_timeline: Whether to write timelines of the last and the slowest step, at least at the end of a fit.
-        timeline_every_n_steps: Optimizer steps from one writing of timelines to the next. None: only at the end.
+        log_timeline: Whether to write a timeline of the last step, at least at the end of a fit.
+        timeline_every_n_steps: Optimizer steps from one timeline to the next. None: only at the end.
         timeline_dirpath: Folder of ``timeline.html`` and ``timeline.json``. None: ``timelines`` in the folder of the
             trainer's first logger that has one. Without such a logger no files are written.
         peak_tflops: Peak of one device in TFLOP/s, for ``pp/model_flops_utilization``. None: Lightning's figure for the
@@ -95,7 +95,6 @@ class PipelineMonitor(Callback):
         self._num_logged = 0
         self.report: PipelineReport | None = None
         self._measurement: FitMeasurement | None = None
-        self._timelines: FitTimelines | None = None
         self._diagnosis: FitDiagnosis | None = None
         self._wait: LoaderWait | None = None
         self._bar: BarNumbers | None = None
@@ -109,7 +108,7 @@ class PipelineMonitor(Callback):
         """Logs the plan; every rank has to call it."""
         self.report = None
         self._num_logged = 0
-        self._measurement = self._timelines = None
+        self._measurement = None
         pipeline = pipeline_of(trainer)
         if pipeline is None:
             if not self._has_warned:
@@ -117,8 +116,6 @@ class PipelineMonitor(Callback):
                 rank_zero_warn(f"PipelineMonitor measures nothing, {_why_none(trainer)}, or remove the callback.")
         else:
             self._measurement = FitMeasurement(pipeline)
-            if self.log_timeline:
-                self._timelines = FitTimelines(trainer, pipeline, self.timeline_every_n_steps, self.timeline_dirpath)
             self._peak_tflops = self.peak_tflops or known_peak_tflops(pipeline.device, trainer)
             if trainer.is_global_zero:
                 self._bar = BarNumbers(trainer)
@@ -139,7 +136,7 @@ class PipelineMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Looks at the gradients, if this update is to be logged."""
-        if self._measurement is not None and self._is_time(trainer):
+        if self._measurement is not None and self._is_time_to_log(trainer):
             self._measurement.note_gradients()
 
     def on_train_batch_end(
@@ -151,8 +148,8 @@ class PipelineMonitor(Callback):
             return
         waited_ms = self._wait.take_ms() if self._wait is not None else 0.0
         loss = _loss_of(outputs, trainer)
-        measurement.batch_ended(batch, loss, waited_ms)
-        if self._is_time(trainer) and measurement.is_warm:
+        measurement.batch_ended(batch, loss, waited_ms, logged_step(trainer))
+        if self._is_time_to_log(trainer) and measurement.is_warm:
             found = measurement.collect()
             if found is not None:
                 metrics = {**found.metrics(self._peak_tflops), **self._of_training(trainer, measurement)}
@@ -167,8 +164,8 @@ class PipelineMonitor(Callback):
                 pipeline = pipeline_of(trainer)
                 if pipeline is not None:
                     self._log_changed_plan(pipeline, logged_step(trainer))
-        if self._timelines is not None:
-            self._timelines.batch_ended(logged_step(trainer), is_update=not accumulates(trainer))
+        if self.log_timeline and self._is_time(trainer, self.timeline_every_n_steps or 0):
+            self._write_timeline(trainer, measurement, measurement.gather_timeline())
         if self._diagnosis is not None:
             self._log_diagnosis(self._diagnosis.batch_ended(waited_ms), trainer)
 
@@ -212,9 +209,9 @@ class PipelineMonitor(Callback):
         found = diagnosis.finish() if diagnosis is not None else None
         self._seen_before = self._seen(measurement)
         self.report = measurement.finish()
-        if self._timelines is not None:
-            self._timelines.finish(logged_step(trainer))
         if self.report is not None:
+            if self.log_timeline:
+                self._write_timeline(trainer, measurement, self.report.timeline, is_last=True)
             self.report.diagnosis = found
             self._outputs.log_stages(self.report.stages, logged_step(trainer))
         self._log_diagnosis(found, trainer)
@@ -259,11 +256,18 @@ class PipelineMonitor(Callback):
         if diagnosis is not None and trainer.is_global_zero:
             self._outputs.log_diagnosis(diagnosis, logged_step(trainer))
 
-    def _is_time(self, trainer: pl.Trainer) -> bool:
-        every_n_steps = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined] # set by a connector
-        if every_n_steps == 0 or accumulates(trainer):
-            return False
-        return (logged_step(trainer) + 1) % every_n_steps == 0
+    def _write_timeline(
+        self, trainer: pl.Trainer, measurement: FitMeasurement, found: Timeline | None, *, is_last: bool = False
+    ) -> None:
+        if found is not None and trainer.is_global_zero:
+            step = RecordedStep.of(measurement.pictured_step, found)
+            write_timeline(trainer, step, logged_step(trainer), self.timeline_dirpath, with_trace=is_last)
+
+    def _is_time_to_log(self, trainer: pl.Trainer) -> bool:
+        return self._is_time(trainer, self.every_n_steps or trainer.log_every_n_steps)  # type: ignore[attr-defined]
+
+    def _is_time(self, trainer: pl.Trainer, every_n_steps: int) -> bool:
+        return every_n_steps > 0 and not accumulates(trainer) and (logged_step(trainer) + 1) % every_n_steps == 0
 
 
 def _why_none(trainer: pl.Trainer) -> str:

@@ -12,13 +12,14 @@ from statistics import fmean, median
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
+from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.runtime.split_backward.deferral import WeightGradientQueue
 from lightning_pp.runtime.timing import ActionTimes, StepTimer
 from lightning_pp.schedule import Action, Schedule
 from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis, diagnose
 from lightning_pp.telemetry.diagnosis.evidence import Evidence, PlanFacts, RankEvidence
+from lightning_pp.telemetry.gathering import gather
 
 NUM_STEPS = 8
 """Steps that a diagnosis looks at, the latest of those with the same actions."""
@@ -49,7 +50,7 @@ class DiagnosablePipeline(Protocol):
     def is_settled(self) -> bool: ...
 
     @property
-    def groups(self) -> Any: ...
+    def groups(self) -> ControlGroups: ...
 
     def plan_facts(self) -> PlanFacts: ...
 
@@ -131,21 +132,12 @@ class StepWindow:
                 "deferred_shapes": frozenset(map(tuple, self._deferred_shapes)),
             },
         )
-        ranks = self._gather(own)
+        ranks = gather(own, self._pipeline.groups.pipeline, self._pipeline.rank)
         if ranks is None:
             return None
         usual = usual_steps(ranks)
         evidence = [rank.mean_of(usual) for rank in ranks]
         return diagnose(Evidence.of(self._schedule, evidence, self._pipeline.plan_facts()), len(usual))
-
-    def _gather(self, own: RankSteps) -> list[RankSteps] | None:
-        group = self._pipeline.groups.pipeline
-        if group is None:
-            return [own]
-        is_receiver = self._pipeline.rank == 0
-        rows: list[Any] | None = [None] * group.size() if is_receiver else None
-        dist.gather_object(own, rows, group=group, group_dst=0)
-        return rows
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Steps as one page to zoom into: planned beside measured. It holds everything that it shows and asks for nothing."""
+"""A step as one page to zoom into: planned beside measured. It holds everything that it shows, and asks for nothing."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ COLORS = {
     ActionKind.RESHARD: "#666666",
     ActionKind.REDUCE: "#c8553d",
 }
-_FORMAT = "lightning_pp.timeline/1"
+_FORMAT = "lightning_pp.timeline/2"
 _LEAST_TICKS = 1e5  # in the span of a step
 _LARGEST_TICK = 1e-3
 
 
-def html_timeline(steps: Timeline | Sequence[RecordedStep]) -> str:
-    """A page that shows steps: a row a rank, to zoom and pan, with what is known of each action under the pointer.
+def html_timeline(step: Timeline | RecordedStep) -> str:
+    """A page that shows a step: a row a rank, to zoom and pan, with what is known of each action under the pointer.
 
-    About 10 bytes an action and view, and as many once for each program.
+    About 10 bytes an action and view, and as many once.
 
     Args:
-        steps: Steps to choose from, each planned beside measured; or one timeline.
+        step: A step, which is shown planned beside measured; or one timeline.
     """
-    data = page_data(steps)
-    title = " · ".join(sorted({f"{one['name']}, {one['num_microbatches']} microbatches" for one in data["programs"]}))
+    data = page_data(step)
     parts = {
-        "title": escape(title),
+        "title": escape(f"{data['program']['name']}, {data['program']['num_microbatches']} microbatches"),
         "style": _asset("page.css"),
         "script": _asset("page.js"),
         # "</script>" in a name would end the element
@@ -55,39 +54,26 @@ def html_timeline(steps: Timeline | Sequence[RecordedStep]) -> str:
     return page
 
 
-def page_data(steps: Timeline | Sequence[RecordedStep]) -> dict[str, Any]:
+def page_data(step: Timeline | RecordedStep) -> dict[str, Any]:
     """What the page shows, as it lies in it.
 
     Returns:
-        ``programs``: for each schedule its name, the stages and the actions of each rank, as ``0F3 1F0`` (stage, kind,
-        microbatch). ``steps``: for each its ``program``, its number, why it was kept, and its views. A view has the
-        times of each rank as whole numbers of ``tick`` (in ``unit``), four for each action of the program: how long
-        after the end of the one before the rank came to it, how long it worked before it needed other stages, how long
-        it waited for them, and how long it worked then. The other actions, in ``sharding``, have two: when
-        they began, and how long they took.
+        ``program``: the name of the schedule, the stages and the actions of each rank, as ``0F3 1F0`` (stage, kind,
+        microbatch). ``step``: the number of the step, and ``views``. A view has the times of each rank as whole numbers
+        of ``tick`` (in ``unit``), four for each action of the program: how long after the end of the one before the
+        rank came to it, how long it worked before it needed other stages, how long it waited for them, and how long it
+        worked then. The other actions, in ``sharding``, have two: when they began, and how long they took.
     """
-    if isinstance(steps, Timeline):
-        shown: list[tuple[dict[str, Any], list[tuple[str, Timeline]]]] = [({"step": None, "why": ""}, [("", steps)])]
-    else:
-        shown = [
-            ({"step": one.step, "why": one.why}, [("planned", one.planned), ("measured", one.measured)])
-            for one in steps
-        ]
-    schedules: list[Schedule] = []
-    rows = []
-    for about, views in shown:
-        schedule = views[0][1].schedule
-        if schedule not in schedules:
-            schedules.append(schedule)
-        tick = _tick(max(timeline.span_ms for _, timeline in views))
-        found = [_view(name, timeline, tick) for name, timeline in views]
-        rows.append({**about, "program": schedules.index(schedule), "tick": tick, "views": found})
+    views = [("", step)] if isinstance(step, Timeline) else [("planned", step.planned), ("measured", step.measured)]
+    tick = _tick(max(timeline.span_ms for _, timeline in views))
     return {
         "format": _FORMAT,
-        "unit": shown[0][1][0][1].unit if shown else "ms",
+        "unit": views[0][1].unit,
         "kinds": {kind.value: {"name": NAMES_OF_KINDS[kind], "color": color} for kind, color in COLORS.items()},
-        "programs": [_program(schedule) for schedule in schedules],
-        "steps": rows,
+        "program": _program(views[0][1].schedule),
+        "step": None if isinstance(step, Timeline) else step.step,
+        "tick": tick,
+        "views": [_view(name, timeline, tick) for name, timeline in views],
     }
 
 

@@ -1,4 +1,4 @@
-"""A step that was kept to be looked at: what it took, beside what its program should have taken."""
+"""A step to look at: what it took, beside what its program should have taken."""
 
 from __future__ import annotations
 
@@ -16,28 +16,19 @@ class RecordedStep:
 
     Attributes:
         step: The optimizer step, counted as Lightning logs it.
-        why: Why it was kept, for people: ``"every 100 steps"``.
         measured: What the ranks did.
         planned: The same program, simulated with what its actions took on each stage (:func:`measured_costs`): what
             the step would have been if nothing had been slower than usual and nobody had waited without need.
     """
 
     step: int
-    why: str
     measured: Timeline
     planned: Timeline
 
     @classmethod
-    def of(cls, step: int, why: str, measured: Timeline) -> RecordedStep:
+    def of(cls, step: int, measured: Timeline) -> RecordedStep:
         """A measured step, with the plan that belongs to it."""
-        return cls(step, why, measured, Timeline.simulated(measured.schedule, measured_costs(measured)))
-
-    @property
-    def num_actions(self) -> int:
-        """Actions in both timelines, by which pictures get large."""
-        return sum(
-            len(times) for timeline in (self.measured, self.planned) for times in (*timeline.ranks, *timeline.sharding)
-        )
+        return cls(step, measured, Timeline.simulated(measured.schedule, measured_costs(measured)))
 
 
 def measured_costs(timeline: Timeline) -> StageCosts:

@@ -1,9 +1,8 @@
-"""Steps for trace viewers (ui.perfetto.dev, chrome://tracing)."""
+"""A step for trace viewers (ui.perfetto.dev, chrome://tracing)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from lightning_pp.runtime.timing import ActionTimes
@@ -12,43 +11,28 @@ from lightning_pp.telemetry.timeline.step import Timeline, needs
 
 _LEAST_WAIT_MS = 1e-3  # the resolution of the format's microseconds
 _INSIDE_US = 0.001  # an arrow belongs to the action in which its end lies
-_GAP = 0.05
-_STEPS_PROCESS, _MEASURED_PROCESS, _PLANNED_PROCESS = 0, 1, 2
+_MEASURED_PROCESS, _PLANNED_PROCESS = 1, 2
 
 
-def chrome_trace(steps: Timeline | Sequence[RecordedStep]) -> str:
-    """Steps in Chrome's trace event format, JSON: a thread per rank, an event per action and per wait.
+def chrome_trace(step: Timeline | RecordedStep) -> str:
+    """A step in Chrome's trace event format, JSON: a thread per rank, an event per action and per wait.
 
     Arrows go from each measured action to those of other ranks that need its message. Gathers and reductions, where
-    there are any, have a thread of their own for each rank. Several steps follow one another with a gap of a twentieth
-    of a step between them, whatever lay between them in the run; their planned and measured ranks are processes of
-    their own, and another shows which step is where.
+    there are any, have a thread of their own for each rank. Planned and measured ranks are processes of their own.
 
     Args:
-        steps: Steps, or one timeline.
+        step: A step with its plan, or one timeline.
     """
-    if isinstance(steps, Timeline):
-        trace = _Trace()
-        trace.name_ranks(_MEASURED_PROCESS, "pipeline", steps)
-        trace.add(_MEASURED_PROCESS, steps, 0.0)
-        return trace.text()
+    if isinstance(step, Timeline):
+        views = [(_MEASURED_PROCESS, "pipeline", step)]
+    else:
+        views = [(_MEASURED_PROCESS, "measured", step.measured), (_PLANNED_PROCESS, "planned", step.planned)]
+    # ranks that stood waiting when the step began do so before its first action
+    begins_ms = max(0.0, *(-_first_asked_ms(timeline) for _, _, timeline in views))
     trace = _Trace()
-    trace.name(_STEPS_PROCESS, "process_name", "steps", 0)
-    begins_ms = 0.0
-    for number, step in enumerate(steps):
-        if number == 0:
-            trace.name_ranks(_MEASURED_PROCESS, "measured", step.measured)
-            trace.name_ranks(_PLANNED_PROCESS, "planned", step.planned)
-        # ranks that stood waiting when the step began do so before its first action
-        early_ms = max(0.0, -_first_asked_ms(step.measured))
-        begins_ms += early_ms
-        span_ms = max(step.measured.span_ms, step.planned.span_ms)
-        about = {"why": step.why, "measured_ms": step.measured.span_ms, "planned_ms": step.planned.span_ms}
-        trace.event(f"step {step.step}", "step", (_STEPS_PROCESS, 0), begins_ms, span_ms, about)
-        trace.boundary(f"step {step.step}", begins_ms)
-        trace.add(_MEASURED_PROCESS, step.measured, begins_ms)
-        trace.add(_PLANNED_PROCESS, step.planned, begins_ms)
-        begins_ms += span_ms * (1 + _GAP)
+    for process, name, timeline in views:
+        trace.name_ranks(process, name, timeline)
+        trace.add(process, timeline, begins_ms)
     return trace.text()
 
 
@@ -72,10 +56,6 @@ class _Trace:
             self.name(process, "thread_name", f"rank {rank}, stage {stages}", rank)
         for rank in range(len(timeline.sharding)):
             self.name(process, "thread_name", f"rank {rank}, gathers, reductions, copies", len(timeline.ranks) + rank)
-
-    def boundary(self, name: str, at_ms: float) -> None:
-        """A line through all processes."""
-        self._events.append({"ph": "i", "s": "g", "name": name, "pid": _STEPS_PROCESS, "tid": 0, "ts": _us(at_ms)})
 
     def event(
         self, name: str, category: str, place: tuple[int, int], start_ms: float, duration_ms: float, about: Any

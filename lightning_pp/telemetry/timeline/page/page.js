@@ -17,14 +17,15 @@
     }) : [];
   }
 
-  const programs = data.programs.map((program) => {
+  function programOf(program) {
     const ranks = program.ranks.map(actionsOf), byName = new Map();
     ranks.flat().forEach((action) => byName.set(action.name, action));
     const firstStage = ranks.map((_, rank) => program.rank_of_stage.indexOf(rank));
     const ofMicrobatch = Array.from({ length: program.num_microbatches }, () => []);
     ranks.flat().forEach((action) => ofMicrobatch[action.microbatch].push(action));
     return { ...program, ranks, byName, firstStage, ofMicrobatch, sharding: program.sharding.map(actionsOf) };
-  });
+  }
+  const program = programOf(data.program);
 
   /** For each action: asked, waiting (from when it waited), begin and end, in units of time. */
   function timesOf(row, tick) {
@@ -49,7 +50,7 @@
       const span = Math.max(0, ...[...ranks, ...sharding].map((times) => times.reduce((most, one) => Math.max(most, one.end), 0)));
       return { ...view, ranks, sharding, span };
     });
-    return { ...raw, program: programs[raw.program], views, span: Math.max(...views.map((view) => view.span)) };
+    return { ...raw, program, views, span: Math.max(...views.map((view) => view.span)) };
   }
 
   /** The action of a neighbouring stage whose message this one needs. */
@@ -61,8 +62,8 @@
 
   // ---------------------------------------------------------------- what is shown
 
-  const decoded = new Map();
-  let step, hovered = null, canvases = [], scheduled = false, isMoved = false;
+  const step = stepOf(data);
+  let hovered = null, canvases = [], scheduled = false, isMoved = false;
   let from = 0, to = 1;
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -73,21 +74,15 @@
   const time = (value) => `${number(value)} ${unit}`;
   const percent = (value) => `${(100 * value).toFixed(1)} %`;
 
-  function show(index) {
-    if (!decoded.has(index)) decoded.set(index, stepOf(data.steps[index]));
-    step = decoded.get(index);
-    hovered = null;
-    find("steps").querySelectorAll("button").forEach((button, i) => button.setAttribute("aria-selected", String(i === index)));
+  function show() {
     const [planned, measured] = step.views;
     const about = find("about");
-    about.replaceChildren();
     if (measured) {
       const longer = measured.span - planned.span;
       const text = longer > 0 ? `${time(longer)} (${percent(longer / measured.span)}) more than planned` : "as fast as planned";
-      about.append(bold(`Step ${step.step}`), ` (${step.why}) took `, bold(time(measured.span)), `, ${text}. Planned: every action takes the median of its stage in this step.`);
+      about.append(bold(`Step ${step.step}`), " took ", bold(time(measured.span)), `, ${text}. Planned: every action takes the median of its stage in this step.`);
     }
     const views = find("views");
-    views.replaceChildren();
     canvases = step.views.map((view) => {
       const heading = document.createElement("h2"), note = document.createElement("small"), pair = document.createElement("div");
       const canvas = document.createElement("canvas"), over = document.createElement("canvas"); // what is pointed at, over the rest
@@ -410,18 +405,7 @@
   // ---------------------------------------------------------------- the start
 
   document.querySelector("h1").textContent = document.title;
-  if (data.steps.length > 1 || data.steps[0].step !== null) {
-    data.steps.forEach((raw, index) => {
-      const button = document.createElement("button"), why = document.createElement("small");
-      button.setAttribute("role", "tab");
-      why.textContent = raw.why.includes("slowest") ? "slowest" : "";
-      button.append(`step ${raw.step}`, why);
-      button.title = raw.why;
-      button.addEventListener("click", () => show(index));
-      find("steps").append(button);
-    });
-  }
-  const used = new Set(programs.flatMap((program) => [...program.ranks, ...program.sharding].flat().map((action) => action.kind)));
+  const used = new Set([...program.ranks, ...program.sharding].flat().map((action) => action.kind));
   const legend = Object.entries(data.kinds).filter(([kind]) => used.has(kind)).map(([kind, about]) => [about.color, `${kind} ${about.name}`]);
   legend.push(["var(--wait)", "waits for another rank"], ["var(--idle)", "idle"]);
   for (const [fill, text] of legend) {
@@ -431,7 +415,7 @@
     find("legend").append(entry);
   }
   const note = document.createElement("span");
-  note.textContent = programs.some((program) => program.rank_of_stage.length > program.ranks.length) ? "numbers: microbatches; lower boxes: a rank's later stages" : "numbers: microbatches";
+  note.textContent = program.rank_of_stage.length > program.ranks.length ? "numbers: microbatches; lower boxes: a rank's later stages" : "numbers: microbatches";
   find("legend").append(note);
-  show(data.steps.length - 1);
+  show();
 })();
