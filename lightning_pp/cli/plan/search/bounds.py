@@ -206,7 +206,6 @@ def least_span(
         program: The schedule, if it is known; else None.
     """
     least = num_microbatches * longest_work
-    is_chain = program is not None and program.placement.num_stages == num_ranks
-    if program is not None and is_chain and not program.splits_backward:
-        least = max(least, work / (1 - (1 - 1 / num_microbatches) ** num_ranks) * (1 - _ROUNDING))
-    return least
+    if program is None or program.placement.num_stages != num_ranks or program.splits_backward:
+        return least
+    return max(least, work / (1 - (1 - 1 / num_microbatches) ** num_ranks) * (1 - _ROUNDING))

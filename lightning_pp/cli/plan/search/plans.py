@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 import numpy as np
 
 from lightning_pp.cli.plan.collectives import Collectives
 from lightning_pp.cli.plan.costs import Costs, Speed
-from lightning_pp.cli.plan.memory import PlanMemory, RankBytes
+from lightning_pp.cli.plan.memory import PlanMemory
 from lightning_pp.cli.plan.schedules import PlannedSchedule, Planner
 from lightning_pp.cli.plan.search.bounds import (
     ONE_MICROBATCH,
@@ -160,10 +160,9 @@ class PlanSearch:
             result.num_plans += len(self._space.sharding_of(layout))
             try:
                 tell(f"recording the step on microbatches of size {layout.microbatch_size}")
-                waiting.append((self._least_time(layout, ()), place, layout, None))
+                heappush(waiting, (self._least_time(layout, ()), place, layout, None))
             except _IMPOSSIBLE as error:
                 result.give_up(layout, len(self._space.sharding_of(layout)), error)
-        heapify(waiting)
         while waiting:  # the shortest step comes first: of those whose memory was not looked at, by their work alone
             tell(f"comparing plans: {len(waiting)} layouts are left, {len(result.best)} found are among the best")
             about, place, layout, choices = heappop(waiting)
@@ -235,15 +234,13 @@ class PlanSearch:
             planned = min(several, key=lambda one: (not one.fits, one.time_in_a_row))
         else:
             memory = tuple(counts.ranks(like.cut.split, like.schedule))
-            planned = replace(like, memory=memory, fits=self._fits(memory))
+            fits = self._limit is None or max(rank.peak for rank in memory) <= self._limit
+            planned = replace(like, memory=memory, fits=fits)
         time = planned.time_in_a_row
         if layout.num_replicas > 1 and planned.fits:
             collectives = Collectives.of(planned.cut.split, model, sizes, links)
             time = collectives.time_in_a_row(planned.schedule, planned.cut.costs, time)
         return FoundPlan(layout, choice, planned, time)
-
-    def _fits(self, memory: Sequence[RankBytes]) -> bool:
-        return self._limit is None or max(rank.peak for rank in memory) <= self._limit
 
     # ---------------------------------------------------------------- bounds
 
@@ -289,10 +286,9 @@ class PlanSearch:
         if self._limit is None:
             return True
         least, number = self._least_held(layout), layout.num_stages
-        limit, more = self._limit, self._limit * _UNEVEN
+        more = self._limit * _UNEVEN
+        limit = more if schedule_family(layout.schedule).is_fitted else self._limit
         sums = self._held(np.sum, *self._sizes_of(layout)) if self._patterns_of(layout) else [None]
-        if schedule_family(layout.schedule).is_fitted:
-            limit = more
         return any(
             blocks.can_fit(state, held, limit) and (of_all is None or blocks.about_need(state, of_all, number) <= more)
             for blocks in self._blocks_of(layout)

@@ -55,8 +55,7 @@ class Recordings:
             ConfigurationError: There are fewer units, or nothing that can be run again in backward.
             SplitError: The step cannot be cut.
         """
-        number = self._num_units(num_stages)
-        if num_stages > number:
+        if num_stages > (number := self._num_units(num_stages)):
             raise ConfigurationError(f"{num_stages} stages need as many units, but there are {number}")
         made = self._for_stages[num_stages]
         if self._options.activation_checkpointing is not False:
