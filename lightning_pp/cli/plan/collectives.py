@@ -11,7 +11,6 @@ from lightning_pp.planning.hardware.links import Links
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Action, ActionKind, Schedule, ShardedProgram, Sharding, StageCosts, insert_sharding
-from lightning_pp.schedule.simulation.simulate import step_length
 from lightning_pp.split.memory.state_memory import ParameterSize, StateSizes
 
 
@@ -68,7 +67,7 @@ class Collectives:
         reduce = (among_shards.ms(one) + among_all.ms(other) for one, other in zip(scatter, copies, strict=True))
         return cls(sharding, tuple(map(among_shards.ms, gather)), tuple(reduce))
 
-    def time_in_a_row(self, schedule: Schedule, costs: StageCosts) -> float:
+    def time_in_a_row(self, schedule: Schedule, costs: StageCosts, without: float) -> float:
         """The time of a step in a row of steps with gathers and reductions, milliseconds.
 
         They run one after the other beside the computation of their rank; a rank begins the next step when its last
@@ -79,6 +78,7 @@ class Collectives:
         Args:
             schedule: The programs.
             costs: Of the stages, without gathers and reductions.
+            without: The time without them.
         """
         sharded = insert_sharding(schedule, self.sharding)
         gather = list(self.gather)
@@ -93,7 +93,7 @@ class Collectives:
         with_them = replace(costs, forward=forward, backward_input=backward_input, gather=gather, reduce=self.reduce)
         simulation = sharded.schedule.simulate(with_them)
         own_times = map(_own_time, simulation.programs, simulation.start_ms, simulation.end_ms, repeat(gather))
-        return max(step_length(schedule, costs)[1], *own_times)
+        return max(without, *own_times)
 
 
 def _own_time(

@@ -72,7 +72,7 @@ class Plan:
             return self.shown.time_in_a_row
         cut = self.shown.cut
         collectives = Collectives.of(cut.split, self.cutter.memory_model, sizes, links)
-        return collectives.time_in_a_row(self.shown.schedule, cut.costs)
+        return collectives.time_in_a_row(self.shown.schedule, cut.costs, self.shown.time_in_a_row)
 
 
 def print_plan(console: Console, plan: Plan) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -26,7 +27,8 @@ from lightning_pp.errors import ConfigurationError, SplitError
 from lightning_pp.planning.refinement.choice import CutChoice
 from lightning_pp.schedule import StageCosts, available_schedules, build_schedule
 from lightning_pp.schedule.registry import schedule_family
-from lightning_pp.schedule.simulation.memory import held_after_each
+from lightning_pp.schedule.simulation.memory import held_after_each, peaks_of
+from lightning_pp.schedule.simulation.simulate import LongestSpans
 
 SMALL = [
     "model.num_layers=3",
@@ -192,6 +194,44 @@ def test_no_order_holds_much_less_than_its_pattern(name: str, num_microbatches: 
             assert held[0] in held[1:]
         assert max(held[0]) > max(min(each) for each in zip(*held[1:], strict=True)) / 1.15
         assert time > min(of_patterns) / 1.25
+
+
+@pytest.mark.parametrize("name", [name for name in available_schedules() if name not in ("auto", "gpipe")])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_from_two_microbatches_a_rank_on_a_pattern_takes_evenly_more(name: str, num_ranks: int) -> None:
+    per_rank = schedule_family(name).default_stages_per_rank
+    few, some, many = (patterns_of(name, num_ranks, factor * num_ranks, per_rank) for factor in (1, 2, 20))
+    for costs in (StageCosts(1.0, 1.0, 1.0), StageCosts(1.0, 2.0, 1.0), StageCosts(1.0, 1.1, 0.7)):
+        work = per_rank * num_ranks * (costs.forward + costs.backward_input + costs.backward_weight)
+        for one, two, twenty in zip(few, some, many, strict=True):
+            spans = [max(schedule.simulate(costs).span_ms) for schedule in (one, two, twenty)]
+            assert spans[2] == pytest.approx(spans[1] + 18 * max(work, spans[1] - spans[0]), rel=1e-4)
+            assert max(peaks_of(twenty, costs)) == max(peaks_of(two, costs))
+
+
+@pytest.mark.parametrize(
+    "name", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zb", "zb_h1", "zb_h2", "dualpipe_v"]
+)
+@pytest.mark.parametrize("num_microbatches", [4, 8])
+def test_no_stages_are_much_better_than_equal_ones_in_a_fixed_order(name: str, num_microbatches: int) -> None:
+    family, generator = schedule_family(name), np.random.default_rng(0)
+    assert not family.is_fitted
+    num_stages = 4 * family.default_stages_per_rank
+    programs = [LongestSpans(one) for one in patterns_of(name, 4, num_microbatches, num_stages // 4)]
+    for costs in ((1.0, 1.0, 1.0), (1.0, 2.0, 1.0), (0.6, 1.4, 1.0)):
+
+        def times(sizes: Any, costs: tuple[float, ...] = costs) -> Any:
+            return np.min([one.of(np.array(costs)[:, None, None] * sizes) for one in programs], axis=0)
+
+        sizes = np.ones(num_stages)
+        equal = best = float(times(sizes[None])[0])
+        for scale in np.geomspace(0.3, 0.02, 40):
+            tried = sizes * np.clip(1 + scale * generator.standard_normal((40, num_stages)), 0.1, None)
+            tried *= num_stages / tried.sum(axis=1, keepdims=True)
+            found = times(tried)
+            if found.min() < best:
+                best, sizes = float(found.min()), tried[found.argmin()]
+        assert equal <= 1.1 * best
 
 
 def test_programs_that_depend_on_costs_are_not_taken_for_fixed() -> None:

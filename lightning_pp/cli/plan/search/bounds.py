@@ -16,7 +16,7 @@ from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.model_cutter import Cut
 from lightning_pp.planning.stage_model import RecordedModel, assign_stages
-from lightning_pp.schedule import Placement, Schedule, StageCosts
+from lightning_pp.schedule import Placement, Schedule
 from lightning_pp.schedule.merging import merge_first_stage
 from lightning_pp.schedule.program.coded import B, F, I, W
 from lightning_pp.schedule.registry import ScheduleRequest, schedule_family
@@ -100,10 +100,6 @@ class Blocks:
         """Milliseconds of a microbatch on one rank."""
         return float(self.milliseconds.sum())
 
-    def equal_stages(self, num_stages: int) -> StageCosts:
-        """Costs of stages that are all alike, without messages."""
-        return StageCosts(*(self.milliseconds.sum(axis=1) / num_stages))
-
     def state(self, model: MemoryModel) -> Numbers:
         """Bytes of each block, whatever runs: parameters, gradients, the optimizer's state. Shape (n)."""
         sizes, found = model.state, []
@@ -124,13 +120,7 @@ class Blocks:
             num_held: For each rank, microbatches that it holds of all its blocks at one time or another.
             limit_bytes: Of each rank.
         """
-        limit = limit_bytes * (1 + _ROUNDING)
-        of_blocks = state + self._most_at_once(num_held)
-        least = of_blocks.min(axis=0)
-        if least.sum() > len(num_held) * limit or least.max() > limit:
-            return False
-        growing = np.cumsum(np.sort(of_blocks), axis=1)
-        return int(np.sum(growing <= limit)) >= len(state)
+        return self.least_need(state, num_held) <= limit_bytes * (1 + _ROUNDING)
 
     def _most_at_once(self, num_held: Sequence[Held]) -> Numbers:
         """What microbatches of each block hold on each rank when all blocks there would hold most. Shape (p, n)."""
@@ -151,12 +141,10 @@ class Blocks:
         return share * (float(state.sum()) + most * num_ranks / num_stages)
 
     def least_need(self, state: Numbers, num_held: Sequence[Held]) -> float:
-        """The least limit by which :meth:`can_fit` says yes, to within a thousandth below."""
-        low, high = 0.0, float(np.sum(state + self._most_at_once(num_held)))
-        while high - low > 1e-3 * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.can_fit(state, num_held, middle) else (middle, high)
-        return low
+        """The least limit by which :meth:`can_fit` says yes."""
+        of_blocks, last = state + self._most_at_once(num_held), len(state) - 1
+        least, growing = of_blocks.min(axis=0), np.cumsum(np.sort(of_blocks), axis=1)
+        return float(max(least.sum() / len(num_held), least.max(), np.partition(growing, last, axis=None)[last]))
 
 
 class _Untouched:
@@ -200,11 +188,6 @@ def microbatches_held(schedule: Schedule, of_stages: Callable[..., Any] = np.min
     return found
 
 
-def has_whole_backwards(schedule: Schedule) -> bool:
-    """Whether every backward is a B, which tells the stage before only when its weight gradient is done."""
-    return all(bool(np.isin(program.parts()[0], (F, B)).all()) for program in schedule.coded)
-
-
 def least_span(
     work: float, longest_work: float, num_ranks: int, num_microbatches: int, program: Schedule | None
 ) -> float:
@@ -223,7 +206,6 @@ def least_span(
         program: The schedule, if it is known; else None.
     """
     least = num_microbatches * longest_work
-    is_chain = program is not None and program.placement.num_stages == num_ranks
-    if program is not None and is_chain and has_whole_backwards(program):
-        least = max(least, work / (1 - (1 - 1 / num_microbatches) ** num_ranks) * (1 - _ROUNDING))
-    return least
+    if program is None or program.placement.num_stages != num_ranks or program.splits_backward:
+        return least
+    return max(least, work / (1 - (1 - 1 / num_microbatches) ** num_ranks) * (1 - _ROUNDING))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from heapq import heappop, heappush
 
 import numpy as np
 
 from lightning_pp.cli.plan.collectives import Collectives
 from lightning_pp.cli.plan.costs import Costs, Speed
-from lightning_pp.cli.plan.memory import PlanMemory, RankBytes
+from lightning_pp.cli.plan.memory import PlanMemory
 from lightning_pp.cli.plan.schedules import PlannedSchedule, Planner
 from lightning_pp.cli.plan.search.bounds import (
     ONE_MICROBATCH,
@@ -33,14 +34,15 @@ from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_model import RecordedModel
 from lightning_pp.schedule import Schedule
 from lightning_pp.schedule.registry import schedule_family
+from lightning_pp.schedule.simulation.simulate import LongestSpans
 from lightning_pp.split.data.microbatch import Microbatch, first_samples
 from lightning_pp.strategy.plan_only import FirstStep
 
 NUM_BEST = 10
 _WORTH_TELLING = 1.5
 """Plans with a step that is longer than the best by more than half are none of the best, though there be few."""
-_FITTED = 1.25
-"""What fitting an order to the costs, and stages to the order, may gain over a pattern on equal stages, at the most."""
+_FITTED, _FIXED = 1.25, 1.15
+"""What an order fitted to the costs, and one that is not, may gain over its pattern on equal stages, at the most."""
 _UNEVEN = 1.15
 """As much less the fullest rank may hold than with equal stages."""
 _FEW_ACTIONS = 1000
@@ -136,6 +138,7 @@ class PlanSearch:
         self._recordings = cache(self._recordings_of)
         self._memory_model = cache(self._memory_model_of)
         self._patterns = cache(patterns_of)
+        self._spans = cache(lambda *sizes: list(map(LongestSpans, self._patterns(*sizes))))
         self._held = cache(lambda over, *sizes: [microbatches_held(one, over) for one in self._patterns(*sizes)])
         self._first_sizes: dict[bool, int] = {}
         self._blocks: dict[int, Blocks] = {}
@@ -151,20 +154,28 @@ class PlanSearch:
             ConfigurationError, SplitError: The step cannot be looked at.
         """
         result = SearchResult()
-        known: list[tuple[float, Layout]] = []
         unfit: list[tuple[Layout, ShardingChoice]] = []
-        layouts = list(self._space.layouts())
-        for layout in layouts:
+        waiting: list[tuple[float, int, Layout, list[ShardingChoice] | None]] = []
+        for place, layout in enumerate(self._space.layouts()):
             result.num_plans += len(self._space.sharding_of(layout))
             try:
                 tell(f"recording the step on microbatches of size {layout.microbatch_size}")
-                known.append((self._least_time(layout, []) * _bubble(layout), layout))
+                heappush(waiting, (self._least_time(layout, ()), place, layout, None))
             except _IMPOSSIBLE as error:
                 result.give_up(layout, len(self._space.sharding_of(layout)), error)
-        known.sort(key=lambda pair: pair[0])
-        for number, (_, layout) in enumerate(known):
-            tell(f"comparing plans: {number} of {len(known)} layouts, the best step {_best_text(result)}")
-            unfit += self._look_at(layout, result)
+        while waiting:  # the shortest step comes first: of those whose memory was not looked at, by their work alone
+            tell(f"comparing plans: {len(waiting)} layouts are left, {len(result.best)} found are among the best")
+            about, place, layout, choices = heappop(waiting)
+            if choices is not None:
+                unfit += self._look_at(layout, choices, about, result)
+            elif about > result.longest:
+                result.num_slower += len(self._space.sharding_of(layout))
+            else:
+                several = self._space.sharding_of(layout)
+                choices = [choice for choice in several if self._may_fit(layout, choice)]
+                unfit += [(layout, choice) for choice in several if choice not in choices]
+                if choices:
+                    heappush(waiting, (max(about, self._time_of_patterns(layout)), place, layout, choices))
         result.num_too_large = len(unfit)
         if not result.best:
             tell("looking for the plan that needs least memory")
@@ -173,22 +184,22 @@ class PlanSearch:
 
     # ---------------------------------------------------------------- one layout
 
-    def _look_at(self, layout: Layout, result: SearchResult) -> list[tuple[Layout, ShardingChoice]]:
-        """Cuts and simulates the plans of ``layout`` that may be among the best; those that do not fit."""
-        choices = self._space.sharding_of(layout)
-        patterns = self._patterns_of(layout)
-        if self._least_time(layout, patterns) > result.longest:
+    def _look_at(
+        self, layout: Layout, choices: Sequence[ShardingChoice], about: float, result: SearchResult
+    ) -> list[tuple[Layout, ShardingChoice]]:
+        """Cuts and simulates plans of ``layout``, if they may be among the best; those that do not fit.
+
+        ``about`` is what a step takes by the patterns, or by its work alone.
+        """
+        gain = _FITTED if schedule_family(layout.schedule).is_fitted else _FIXED
+        if max(self._least_time(layout, self._patterns_of(layout)), about / gain) > result.longest:
             result.num_slower += len(choices)
             return []
-        may_fit = [choice for choice in choices if self._may_fit(layout, choice)]
-        unfit, found = [(layout, choice) for choice in choices if choice not in may_fit], list[FoundPlan]()
-        if may_fit and self._time_of_patterns(layout, patterns) > _FITTED * result.longest:
-            result.num_slower += len(may_fit)
-            return unfit
+        unfit, found = list[tuple[Layout, ShardingChoice]](), list[FoundPlan]()
         like: PlannedSchedule | None = None
-        for place, choice in enumerate(may_fit):
+        for place, choice in enumerate(choices):
             if like is not None and self._is_shared(layout) and like.time_in_a_row > result.longest:
-                result.num_slower += len(may_fit) - place  # no gathers and reductions make it shorter
+                result.num_slower += len(choices) - place  # no gathers and reductions make it shorter
                 break
             try:
                 plan = self._planned(layout, choice, like)
@@ -223,20 +234,21 @@ class PlanSearch:
             planned = min(several, key=lambda one: (not one.fits, one.time_in_a_row))
         else:
             memory = tuple(counts.ranks(like.cut.split, like.schedule))
-            planned = replace(like, memory=memory, fits=self._fits(memory))
+            fits = self._limit is None or max(rank.peak for rank in memory) <= self._limit
+            planned = replace(like, memory=memory, fits=fits)
         time = planned.time_in_a_row
         if layout.num_replicas > 1 and planned.fits:
             collectives = Collectives.of(planned.cut.split, model, sizes, links)
-            time = collectives.time_in_a_row(planned.schedule, planned.cut.costs)
+            time = collectives.time_in_a_row(planned.schedule, planned.cut.costs, time)
         return FoundPlan(layout, choice, planned, time)
-
-    def _fits(self, memory: Sequence[RankBytes]) -> bool:
-        return self._limit is None or max(rank.peak for rank in memory) <= self._limit
 
     # ---------------------------------------------------------------- bounds
 
     def _sizes_of(self, layout: Layout) -> tuple[str, int, int, int]:
-        return layout.schedule, layout.num_ranks, layout.num_microbatches, layout.stages_per_rank
+        """For :func:`patterns_of`: with more than two microbatches a rank, none holds more, unless it holds all."""
+        num_ranks, number = layout.num_ranks, layout.num_microbatches
+        number = number if layout.schedule == "gpipe" else min(number, 2 * num_ranks)
+        return layout.schedule, num_ranks, number, layout.stages_per_rank
 
     def _patterns_of(self, layout: Layout) -> Sequence[Schedule]:
         return () if self._options.schedule.whole_batch_loss else self._patterns(*self._sizes_of(layout))
@@ -251,21 +263,32 @@ class PlanSearch:
             for blocks in self._blocks_of(layout)
         )
 
-    def _time_of_patterns(self, layout: Layout, patterns: Sequence[Schedule]) -> float:
+    def _time_of_patterns(self, layout: Layout) -> float:
         """About what a step in a row takes at the least; 0 where that is not known."""
-        if 3 * layout.num_stages * layout.num_microbatches <= _FEW_ACTIONS:
+        num_stages, number = layout.num_stages, layout.num_microbatches
+        if 3 * num_stages * number <= _FEW_ACTIONS or not self._patterns_of(layout):
             return 0.0
-        costs = [blocks.equal_stages(layout.num_stages) for blocks in self._blocks_of(layout)]
-        return min((max(one.simulate(each).span_ms) for one in patterns for each in costs), default=0.0)
+        name, num_ranks, built, per_rank = self._sizes_of(layout)
+        several = self._blocks_of(layout)
+        equal = np.repeat([blocks.milliseconds.sum(axis=1) / num_stages for blocks in several], num_stages)
+        times = equal.reshape(len(several), 3, num_stages).swapaxes(0, 1)
+        work = np.array([blocks.work for blocks in several]) / num_ranks
+        found = []
+        for place, spans in enumerate(self._spans(name, num_ranks, built, per_rank)):
+            longest = spans.of(times)
+            if number > built:
+                fewer = self._spans(name, num_ranks, num_ranks, per_rank)[place].of(times)
+                longest += (number - built) * np.maximum(work, (longest - fewer) / num_ranks)
+            found.append(float(longest.min()))
+        return min(found)
 
     def _may_fit(self, layout: Layout, choice: ShardingChoice) -> bool:
         if self._limit is None:
             return True
         least, number = self._least_held(layout), layout.num_stages
-        limit, more = self._limit, self._limit * _UNEVEN
+        more = self._limit * _UNEVEN
+        limit = more if schedule_family(layout.schedule).is_fitted else self._limit
         sums = self._held(np.sum, *self._sizes_of(layout)) if self._patterns_of(layout) else [None]
-        if schedule_family(layout.schedule).is_fitted:
-            limit = more
         return any(
             blocks.can_fit(state, held, limit) and (of_all is None or blocks.about_need(state, of_all, number) <= more)
             for blocks in self._blocks_of(layout)
@@ -367,15 +390,3 @@ class PlanSearch:
         first = self._first_sizes.setdefault(has_policy, num_samples)  # which the others are like
         like = None if num_samples == first else self._recordings(first, has_policy, num_tensor_ranks)
         return Recordings(self._step, options, self._first(num_samples), num_tensor_ranks, whole, like)
-
-
-def _bubble(layout: Layout) -> float:
-    """About how much longer a step is than its work; by this plans are looked at in a good order, and nothing else."""
-    num_ranks, number = layout.num_ranks, layout.num_microbatches
-    is_split = any(mark in layout.schedule for mark in ("zb", "v_", "dual"))
-    share = (3 if is_split else 1) * layout.stages_per_rank
-    return 1 + (num_ranks - 1) / (number * share)
-
-
-def _best_text(result: SearchResult) -> str:
-    return f"takes {result.best[0].time_in_a_row:.4g} ms" if result.best else "is not found yet"

@@ -55,18 +55,25 @@ class Recordings:
             ConfigurationError: There are fewer units, or nothing that can be run again in backward.
             SplitError: The step cannot be cut.
         """
-        if num_stages <= self._most_units and num_stages not in self._for_stages:
-            self._for_stages[num_stages] = self._without_recomputation(num_stages)
-        made = self._for_stages.get(num_stages)
-        number = self._most_units if made is None else len(made.record.first_calls())
-        if made is None or num_stages > number:
+        if num_stages > (number := self._num_units(num_stages)):
             raise ConfigurationError(f"{num_stages} stages need as many units, but there are {number}")
+        made = self._for_stages[num_stages]
         if self._options.activation_checkpointing is not False:
             return made
         key = id(made), repr(activation_checkpointing)
         if key not in self._recomputing:
             self._recomputing[key] = with_recomputation(made, activation_checkpointing)
         return self._recomputing[key]
+
+    def _num_units(self, num_stages: int) -> int:
+        """Units that there are for so many stages; the step is recorded only where the recordings before had enough."""
+        for one in filter(None, (self._whole, self._like)):
+            if (number := one._num_units(num_stages)) < num_stages:
+                return number
+        if num_stages <= self._most_units and num_stages not in self._for_stages:
+            self._for_stages[num_stages] = self._without_recomputation(num_stages)
+        made = self._for_stages.get(num_stages)
+        return self._most_units if made is None else len(made.record.first_calls())
 
     def _without_recomputation(self, num_stages: int) -> RecordedModel:
         whole = self._recorded((1, 0), 1)
