@@ -43,11 +43,11 @@ class RecipeModule(L.LightningModule):
         self.make_optimizer = optimizer
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """The loss of a batch; a subclass has it."""
+        """The loss of a batch. Subclasses compute it."""
         raise NotImplementedError
 
     def _is_decayed(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether a parameter has weight decay."""
+        """Whether a parameter has weight decay: matrices have."""
         return parameter.ndim >= 2
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

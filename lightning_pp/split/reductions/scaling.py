@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
-from lightning_pp.split.data.tree import map_leaves
+from lightning_pp.split.data.tree import map_leaves, tensors_of
 from lightning_pp.split.record.reduction import Kind, Place
 from lightning_pp.split.record.source_lines import user_line
 from lightning_pp.split.reductions.estimates import follow
@@ -23,6 +23,8 @@ from lightning_pp.split.unit_calls.interception import OutsideUnits, running_uni
 _DEGREE = "_pp_degree"
 _EXTREME = "_pp_extreme"
 _OWN_COUNT = "_pp_own_count"
+_SELECTED = "_pp_selected"
+_SELECTING = ("masked_select", "nonzero", "argwhere", "unique")
 _EQUALITIES = ("eq", "ne", "__eq__", "__ne__")
 
 Count = tuple[Tensor | float, ...] | None
@@ -144,6 +146,7 @@ class ScaledStep(OutsideUnits):
             return func(*args, **kwargs)
         if kind is None or kind is Kind.LINEAR:
             result = self._other(kind, func, args, kwargs)
+            _mark_selected(func, args, kwargs, result)
             if self._follows and not _of_each_row(func, args):
                 follow(kind, func, list(tensors_given(args, kwargs)), (), result, reduces=False, line=user_line)
             return result
@@ -159,7 +162,7 @@ class ScaledStep(OutsideUnits):
                 self._check_known(kind, line_of(frame), result)
             return result
         result = _HANDLERS[kind](self, place, fact, func, args, kwargs)
-        if fact.alike and kind in _REDUCING:
+        if _mark_selected(func, args, kwargs, result) and fact.alike and kind in _REDUCING:
             _check_alike(fact, tuple(tuple(each.shape) for each in tensors_given(args, kwargs)), shapes_of(result))
         if self._follows:
             reduces = fact.over_rows and fact.depends_on_weights
@@ -352,6 +355,18 @@ class ScaledStep(OutsideUnits):
             )
 
 
+def _mark_selected(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+    """Whether ``result`` has or is made of rows that values select; it is marked then."""
+    indices = args[1] if func.__name__ == "__getitem__" else ()
+    masks = indices if isinstance(indices, tuple) else (indices,)
+    selects = func.__name__ in _SELECTING or any(isinstance(m, Tensor) and m.dtype is torch.bool for m in masks)
+    if not (selects or any(hasattr(tensor, _SELECTED) for tensor in tensors_given(args, kwargs))):
+        return False
+    for tensor in tensors_of(result):
+        setattr(tensor, _SELECTED, True)
+    return True
+
+
 def _check_alike(fact: Fact, given: tuple[tuple[int, ...], ...], result: Any) -> None:
     """Raises if a call reduces other rows than it was given when the step was learned."""
     of_this_result = [shapes for shapes, other in fact.alike if other == result]
@@ -418,8 +433,9 @@ def _beside(result: Tensor, total: Tensor | float) -> Tensor:
     return total.to(result.device, non_blocking=True)
 
 
-# no bound methods in the step itself: what they hold would live until the next collection of garbage
+# kinds that may reduce rows which the batch selects
 _REDUCING = (Kind.SUM, Kind.CONTRACTION, Kind.MEAN, Kind.LOSS, Kind.EXTREME)
+# no bound methods in the step itself: what they hold would live until the next collection of garbage
 _HANDLERS: Mapping[Kind, Callable[..., Any]] = {
     Kind.SUM: ScaledStep._sum,
     Kind.CONTRACTION: ScaledStep._sum,

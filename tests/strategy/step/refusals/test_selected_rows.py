@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
-from extra_steps import Step, fitted
-from parity_run import Layout
+import torch
+from extra_steps import Losses, Step, fitted
+from parity_run import QUIET, Layout
 from pool import WorkerPool
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 LAYOUT = Layout("zb_h1", 2, 1, 4)
 
@@ -52,4 +55,35 @@ def test_as_many_rows_by_chance_are_no_proof(pool: WorkerPool, is_checked: bool)
 def test_sums_of_selected_rows_train_as_on_one_device(pool: WorkerPool, kind: type[Step]) -> None:
     expected = fitted(kind, None, 4)[0]
     for losses in pool.run(trained, kind, LAYOUT, world_size=2):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+class SelectsAmongLengths(Step):
+    """Beside rows that it selects it adds up positions, as many as the batch is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(12, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = batch
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        rows, length = h[batch[..., 0] > 0.2], h.shape[1]
+        return h.square().mean() + rows.square().sum() / 64 + 0.01 * self.positions[:length].square().sum()
+
+
+def trained_on_lengths(layout: Layout | None) -> list[float]:
+    generator, losses = torch.Generator().manual_seed(3), Losses()
+    batches = [torch.randn(8, size, 8, generator=generator, dtype=torch.float64) for size in (5, 7, 5, 9, 12)]
+    devices, strategy = (1, "auto") if layout is None else (layout.world_size, layout.strategy())
+    options = {**QUIET, "devices": devices, "strategy": strategy, "precision": "64-true"}
+    trainer = L.Trainer(**options, max_epochs=1, callbacks=[losses])
+    trainer.fit(SelectsAmongLengths().double(), DataLoader(batches, batch_size=None))
+    return losses.found
+
+
+def test_what_grows_with_the_length_is_not_taken_for_selected_rows(pool: WorkerPool) -> None:
+    expected = trained_on_lengths(None)
+    for losses in pool.run(trained_on_lengths, LAYOUT, world_size=2):
         assert losses == pytest.approx(expected, rel=1e-9)
