@@ -100,12 +100,12 @@ def test_one_layer_makes_process_groups() -> None:
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
     ("split",): 12_844,
-    ("strategy",): 12_947,
+    ("strategy",): 12_980,
     ("cli", "conf", "doctor"): 9_418,
     ("telemetry", "callbacks"): 4_407,
     ("schedule",): 5_109,
-    ("planning",): 5_638,
-    ("runtime",): 4_556,
+    ("planning",): 5_646,
+    ("runtime",): 4_572,
     ("checkpoint",): 3_820,
     ("sharding",): 3_588,
     ("distributed",): 2_432,

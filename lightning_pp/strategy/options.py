@@ -165,7 +165,7 @@ class StrategyOptions(MeshStrategy):
             Names or patterns: those units. A policy, or a list of operations whose outputs are saved,
             as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them: repeated blocks.
         activation_offload: Keep activations on the host (pinned on CUDA) between forward and backward, where both
-            copies have time beside the computation, by ``costs`` or FLOPs, at 40 GiB/s each way.
+            copies have time beside the computation, by ``costs``, or by what the first batches took.
         save_distributed_checkpoint: True: every rank writes its shard, into a folder that loads under any other layout.
             False: one ``.ckpt`` file, from which a plain ``Trainer()`` on one device resumes.
         async_checkpoint: Write checkpoints while training continues; see :meth:`wait_for_checkpoint`.
