@@ -98,7 +98,6 @@ def _course(record: StepRecord) -> Mapping[str, Any]:
         "its shapes depend on values": record.has_dynamic_shapes,
         "it sets attributes": record.mutated_attributes,
         "it carries state": record.carried,
-        "it puts hooks on gradients": len(record.gradient_hooks),
         "it writes into its batch": record.edits_batch,
         "it writes into parameters": record.updates,
         "it uses parameters outside of units": record.parameters_used_outside(),

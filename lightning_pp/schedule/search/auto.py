@@ -127,9 +127,9 @@ def _in_two_phases(
     problem: Problem, candidates: Iterable[_Candidate], deadline: Deadline, *, quick: bool
 ) -> _Candidate:
     found = [candidate.orders for candidate in candidates if candidate.problem is problem]
-    num_steps = 0 if quick else min(_MAX_CLIMBING_STEPS, _CLIMBING_ACTIONS // problem.num_actions)
-    num_steps = num_steps if num_steps >= _MIN_CLIMBING_STEPS and deadline.allows(problem.num_actions) else 0
-    orders = best_of_both_phases(problem, found, num_steps=num_steps, deadline=deadline)
+    is_small = problem.num_actions <= _CLIMBING_ACTIONS // _MIN_CLIMBING_STEPS
+    improves = is_small and not quick and deadline.allows(problem.num_actions)
+    orders = best_of_both_phases(problem, found, improves=improves, deadline=deadline)
     return _measured(problem, orders, "forwards first")
 
 

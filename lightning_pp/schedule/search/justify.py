@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from lightning_pp.schedule.search.deadline import NEVER, Deadline
 from lightning_pp.schedule.search.problem import Orders, Problem
-from lightning_pp.schedule.search.timing import Objective, Times, earliest, latest, length_of
+from lightning_pp.schedule.search.timing import Objective, Times, backwards, earliest, length_of, mirrored_starts
 
 _EPSILON = 1e-9
 PASSES_OF_A_ROUND = 4
@@ -48,10 +48,10 @@ def justify(
             if not deadline.allows(PASSES_OF_A_ROUND * problem.num_actions):
                 return best
             if forward:
-                orders = _fill_forward(problem, orders, starts)
+                orders = _filled(problem, orders, starts)
             else:
                 due = length_of(problem, orders, starts).due()
-                orders = _fill_backward(problem, orders, latest(problem, orders, due))
+                orders = backwards(_filled(problem.mirrored, *mirrored_starts(problem, orders, due)))
             starts = earliest(problem, orders)
             assert starts is not None, "moving into gaps keeps orders free of deadlock"
             score = objective.of(length_of(problem, orders, starts))
@@ -63,7 +63,7 @@ def justify(
     return best
 
 
-def _fill_forward(problem: Problem, orders: Orders, starts: Times) -> Orders:
+def _filled(problem: Problem, orders: Orders, starts: Times) -> Orders:
     """Move actions into the gaps before them, the nearest that fits first."""
     m, tables, needs_own = problem.num_microbatches, problem.by_code, problem.needs_own
     duration, held_change, publishes = tables.duration, tables.held_change, tables.publishes
@@ -102,48 +102,5 @@ def _fill_forward(problem: Problem, orders: Orders, starts: Times) -> Orders:
                         highest = inside
             held += held_change[codes[index]]
             free = times[index] + duration[codes[index]]
-        filled.append(codes)
-    return filled
-
-
-def _fill_backward(problem: Problem, orders: Orders, starts: Times) -> Orders:
-    """Move actions into the gaps after them, the nearest that fits first; ``starts`` are the latest ones."""
-    m, tables, feeds_own = problem.num_microbatches, problem.by_code, problem.feeds_own
-    duration, held_change, publishes = tables.duration, tables.held_change, tables.publishes
-    feeds, latency = tables.feeds, tables.feeds_latency
-    begin = [0.0] * (3 * problem.num_stages * m)
-    for order, times in zip(orders, starts, strict=True):
-        for code, time in zip(order, times, strict=True):
-            begin[publishes[code]] = time
-    filled = []
-    for order, old_times, limit in zip(orders, starts, problem.limits, strict=True):
-        codes, times = list(order), list(old_times)
-        limit += _EPSILON
-        busy, held, shortest = times[-1] + duration[codes[-1]], 0.0, min(map(duration.__getitem__, codes))
-        for index in range(len(codes) - 1, -1, -1):
-            own = duration[codes[index]]
-            gap_start = times[index] + own - _EPSILON
-            if busy - times[index] - own > _EPSILON and busy - shortest >= gap_start:
-                highest, inside = held, held - held_change[codes[index]]
-                for other in range(index - 1, max(-1, index - WINDOW), -1):
-                    code = codes[other]
-                    change = held_change[code]
-                    if inside > highest:
-                        highest = inside
-                    if busy - duration[code] >= gap_start and (change >= 0 or highest - change <= limit):
-                        row, finish = code // m, busy
-                        if feeds[code] >= 0:
-                            finish = min(finish, begin[feeds[code]] - latency[code])
-                        if feeds_own[row] >= 0:
-                            finish = min(finish, begin[code + (feeds_own[row] - row) * m])
-                        if finish - duration[code] >= gap_start:
-                            del codes[other], times[other]
-                            codes.insert(index, code)
-                            times.insert(index, finish - duration[code])
-                            begin[publishes[code]] = finish - duration[code]
-                            break
-                    inside -= change
-            held -= held_change[codes[index]]
-            busy = times[index]
         filled.append(codes)
     return filled

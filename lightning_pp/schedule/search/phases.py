@@ -15,36 +15,26 @@ from itertools import accumulate
 from lightning_pp.schedule.program.coded import I, W
 from lightning_pp.schedule.search.deadline import NEVER, Deadline
 from lightning_pp.schedule.search.justify import justify
-from lightning_pp.schedule.search.local import climb
 from lightning_pp.schedule.search.problem import UNLIMITED, Orders, Problem
-from lightning_pp.schedule.search.timing import Objective, earliest, length_of, lower_bound
+from lightning_pp.schedule.search.timing import Objective, earliest, length_of
 from lightning_pp.schedule.simulation.memory import exceeds
 
-_TEMPERATURES = (0.0, 0.03)
-"""Of the climbs of the backwards: downhill from the best, then an annealing from where that ended."""
 _NUM_JUSTIFIED = 4
-_ROUNDING = 1e-9
-
-
-def forwards_first(problem: Problem, orders: Orders) -> Orders:
-    """On each rank the F, then what follows them, both in their order."""
-    return [forwards + rest for forwards, rest in zip(*_phases(problem, orders), strict=True)]
 
 
 def best_of_both_phases(
-    problem: Problem, found: Sequence[Orders], *, num_steps: int, deadline: Deadline = NEVER
+    problem: Problem, found: Sequence[Orders], *, improves: bool, deadline: Deadline = NEVER
 ) -> Orders:
     """The shortest forwards and the shortest backwards of all that was found, the backwards improved.
 
     Args:
         problem: Costs and limits; all microbatches fit the limits together.
         found: Legal orders, with or without regard to the constraint; some within the limits once F come first.
-        num_steps: Moves of each climb from the best backwards; 0 to improve nothing.
+        improves: Whether the best backwards are improved.
         deadline: Stop improving when it has passed.
     """
     phases = [_phases(problem, orders) for orders in found if _fits(problem, orders)]
     objective = Objective()
-    shortest = lower_bound(problem, objective, first_kind=I)
 
     def score(orders: Orders) -> float:
         starts = earliest(problem, orders)
@@ -57,21 +47,9 @@ def best_of_both_phases(
     best = backwards[0]
     grows = any(change > 0 for change in problem.held_change[I * problem.num_stages : W * problem.num_stages])
     # where I frees, every order of the backwards is within the limits
-    may_improve = not grows or min(problem.limits) == UNLIMITED
-    if num_steps and may_improve and score(best) > shortest * (1 + _ROUNDING):
+    if improves and (not grows or min(problem.limits) == UNLIMITED):
         justified = [justify(problem, orders, objective, deadline=deadline) for orders in backwards[:_NUM_JUSTIFIED]]
         best = min(justified, key=score)
-        for seed, temperature in enumerate(_TEMPERATURES):
-            best = climb(
-                problem,
-                best,
-                objective,
-                num_steps=num_steps,
-                lower_bound=shortest,
-                temperature=temperature,
-                seed=seed,
-                deadline=deadline,
-            )
     return [first + rest for first, rest in zip(forwards, best, strict=True)]
 
 
@@ -83,14 +61,13 @@ def _growth(problem: Problem, backwards: Orders) -> float:
 
 def _fits(problem: Problem, orders: Orders) -> bool:
     """Whether every rank is within its limit when the F come first."""
-    peaks = (
-        max(accumulate(problem.held_change[code // problem.num_microbatches] for code in order))
-        for order in forwards_first(problem, orders)
-    )
+    ordered = (forwards + rest for forwards, rest in zip(*_phases(problem, orders), strict=True))
+    peaks = (max(accumulate(problem.held_change[code // problem.num_microbatches] for code in o)) for o in ordered)
     return not any(map(exceeds, peaks, problem.limits))
 
 
 def _phases(problem: Problem, orders: Orders) -> tuple[Orders, Orders]:
+    """On each rank the F, and what follows them, both in their order."""
     end_of_forwards = problem.num_stages * problem.num_microbatches
     forwards = [[code for code in order if code < end_of_forwards] for order in orders]
     backwards = [[code for code in order if code >= end_of_forwards] for order in orders]

@@ -8,7 +8,7 @@ An *order* is a program as integers: the action of kind k (F 0, I 1, W 2, B 3), 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -106,6 +106,20 @@ class Problem:
             feeds_latency=spread(self.feeds_latency),
             publishes=codes(self.publishes),
             held_change=spread(self.held_change),
+        )
+
+    @cached_property
+    def mirrored(self) -> Problem:
+        """The problem with time running backwards: an action needs what it feeds, and frees what it holds."""
+        return replace(
+            self,
+            needs=self.feeds,
+            needs_latency=self.feeds_latency,
+            needs_own=self.feeds_own,
+            feeds=self.needs,
+            feeds_latency=self.needs_latency,
+            feeds_own=self.needs_own,
+            held_change=tuple(-change for change in self.held_change),
         )
 
     @classmethod

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 from lightning_pp.schedule.program.coded import B, F
 from lightning_pp.schedule.search.problem import Orders, Problem
 
+T = TypeVar("T")
 Times = list[list[float]]
 """For each rank, the start of each action of its order, milliseconds."""
 
@@ -62,14 +64,17 @@ def length_of(problem: Problem, orders: Orders, starts: Times) -> Length:
     return Length(max(ends), max(end - begin for end, begin in zip(ends, first, strict=True)), first)
 
 
-def earliest(problem: Problem, orders: Sequence[Sequence[int]]) -> Times | None:
-    """Start every action as early as its order allows; None if the orders deadlock."""
+def earliest(problem: Problem, orders: Sequence[Sequence[int]], begin: Sequence[float] | None = None) -> Times | None:
+    """Start every action as early as its order allows; None if the orders deadlock.
+
+    ``begin`` is when each rank can start; by default at 0.
+    """
     tables = problem.by_code
     duration, needs, latency, publishes = tables.duration, tables.needs, tables.needs_latency, tables.publishes
     done = [-1.0] * (3 * problem.num_stages * problem.num_microbatches)
     waiting: dict[int, int] = {}
     starts: Times = [[] for _ in orders]
-    clock = [0.0] * len(orders)
+    clock = [0.0] * len(orders) if begin is None else list(begin)
     ready = list(range(len(orders)))[::-1]
     while ready:
         rank = ready.pop()
@@ -94,55 +99,39 @@ def earliest(problem: Problem, orders: Sequence[Sequence[int]]) -> Times | None:
     return None if waiting else starts
 
 
-def lower_bound(problem: Problem, objective: Objective, *, first_kind: int = F) -> float:
-    """No orders have a lower score: a rank starts when its first input can be there, and has its work to do.
-
-    Args:
-        problem: Costs.
-        objective: What is scored.
-        first_kind: F, or I for orders of backwards alone.
-    """
+def lower_bound(problem: Problem, objective: Objective) -> float:
+    """No orders have a lower score: a rank starts when its first input can be there, and has its work to do."""
     n, duration = problem.num_stages, problem.duration
-    kinds, along = ((F, B), range(n)) if first_kind == F else ((B,), range(n)[::-1])
     head = [0.0] * n
-    for before, stage in pairwise(along):
-        row = first_kind * n
-        head[stage] = head[before] + duration[row + before] + problem.needs_latency[row + stage]
+    for before, stage in pairwise(range(n)):
+        head[stage] = head[before] + duration[before] + problem.needs_latency[stage]
     makespan = span = 0.0
     for rank in range(problem.placement.num_ranks):
         stages = problem.placement.stages_of_rank(rank)
-        work = problem.num_microbatches * sum(duration[kind * n + stage] for stage in stages for kind in kinds)
+        work = problem.num_microbatches * sum(duration[kind * n + stage] for stage in stages for kind in (F, B))
         makespan = max(makespan, min(head[stage] for stage in stages) + work)
         span = max(span, work)
     return objective.score(makespan, span)
 
 
+def backwards(rows: Iterable[Sequence[T]]) -> list[list[T]]:
+    """Each of ``rows`` from its end to its start."""
+    return [list(row[::-1]) for row in rows]
+
+
+def mirrored_starts(problem: Problem, orders: Orders, due: Sequence[float]) -> tuple[Orders, Times]:
+    """The orders of the mirrored problem, and its earliest starts: from the latest end of all, back to each end.
+
+    ``due`` has the latest end of each rank.
+    """
+    mirrored, end = backwards(orders), max(due)
+    starts = earliest(problem.mirrored, mirrored, [end - each for each in due])
+    assert starts is not None, "orders must be free of deadlock"
+    return mirrored, starts
+
+
 def latest(problem: Problem, orders: Orders, due: Sequence[float]) -> Times:
     """Start every action as late as its order and the latest end of each rank allow."""
-    tables = problem.by_code
-    duration, feeds, latency, publishes = tables.duration, tables.feeds, tables.feeds_latency, tables.publishes
-    begun: list[float | None] = [None] * (3 * problem.num_stages * problem.num_microbatches)
-    waiting: dict[int, int] = {}
-    starts: Times = [[] for _ in orders]
-    clock = list(due)
-    ready = list(range(len(orders)))
-    while ready:
-        rank = ready.pop()
-        now, times, order = clock[rank], starts[rank], orders[rank]
-        for index in range(len(order) - 1 - len(times), -1, -1):
-            code = order[index]
-            fed = feeds[code]
-            if fed >= 0:
-                begin = begun[fed]
-                if begin is None:
-                    waiting[fed] = rank
-                    break
-                now = min(now, begin - latency[code])
-            now -= duration[code]
-            times.append(now)
-            published = publishes[code]
-            begun[published] = now
-            if published in waiting:
-                ready.append(waiting.pop(published))
-        clock[rank] = now
-    return [times[::-1] for times in starts]
+    end, duration = max(due), problem.by_code.duration
+    pairs = zip(*mirrored_starts(problem, orders, due), strict=True)
+    return backwards([end - time - duration[code] for code, time in zip(*pair, strict=True)] for pair in pairs)

@@ -37,7 +37,7 @@ from lightning_pp.split.record.sources import (
     sources_of,
     storage_of,
 )
-from lightning_pp.split.record.step_record import GradientHook, Reads, UnitCall, Value
+from lightning_pp.split.record.step_record import Reads, UnitCall, Value
 from lightning_pp.split.unit_calls.compute_dtype import weights_of_float32_norm
 from lightning_pp.split.unit_calls.looks import values_looked_at
 from lightning_pp.split.unit_calls.selective_policy import Policy, saves_output
@@ -84,7 +84,8 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         edited: Unit outputs, and results of operations between units, that code after them writes into.
         inter_unit_draws: Calls after which inter-unit code draws random numbers, up to the next; -1: before the first.
         branches_at_random: Whether Python looked at a number that inter-unit code drew.
-        gradient_hooks: Hooks that inter-unit code put on weight-dependent tensors.
+        gradient_hooks: For each hook that inter-unit code put on a weight-dependent tensor, the line, and the unit calls
+            before the tensor was made; the call itself for a unit's output.
         edits_batch: Whether the step wrote into memory that it did not make.
         weights_of_float32_norms: Parameters, in the dtype of computation, of norms of float32.
         watch: Numbers the memories that the step makes.
@@ -113,7 +114,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         self.edited: set[Value] = set()
         self.inter_unit_draws: set[int] = set()
         self.branches_at_random = False
-        self.gradient_hooks: list[GradientHook] = []
+        self.gradient_hooks: list[tuple[str, int]] = []
         self.edits_batch = False
         self.weights_of_float32_norms: set[str] = set()
         # by storage, which is held: InstanceNorm repeats its weights for each sample
@@ -275,7 +276,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
                 "and each would add a hook. Add the hook before training, for example in on_fit_start."
             )
         if self.call is None:
-            self.gradient_hooks.append(GradientHook(user_line(), made_after(tensor)))
+            self.gradient_hooks.append((user_line(), made_after(tensor)))
 
     @contextmanager
     def made_up_data(self, data: MadeUpData) -> Iterator[None]:

@@ -374,7 +374,7 @@ class DryRun:
         record.tail = flow.reads
         flow.need(tensors_of(result))
         self._note_what_decides()
-        record.gradient_hooks = flow.gradient_hooks
+        self._check_gradient_hooks()
         record.updates = flow.parameter_updates()
         self._note_edits()
         num_calls = len(record.calls)
@@ -397,12 +397,22 @@ class DryRun:
             roots |= {value: node for value, node in nodes.items() if not value.is_of_unit}
             record.nearest_gradients = gradient_sources(roots, nodes)
 
+    def _check_gradient_hooks(self) -> None:
+        for line, made_after in self._flow.gradient_hooks:
+            if made_after < len(self.record.calls):
+                raise SplitError(
+                    f"{line} puts a hook on the gradient of a tensor that is made before the end of the last unit. No "
+                    "stage may have all of this gradient. Put the hook on a tensor inside a unit, or on one that is "
+                    "made after the last unit, such as the loss."
+                )
+
     def finish_opaque(self, line: str) -> StepRecord:
         """Completes the record of a step whose end cannot run without its data.
 
         What the end touched so far is needed there; nothing after that can be seen.
         """
         self.merge_all()
+        self._check_gradient_hooks()
         self._note_what_decides()
         self._note_edits()
         self.record.value_reads_in_tail.append(line)

@@ -48,13 +48,12 @@ def _has_operations(record: StepRecord) -> bool:
     """Whether results of the code between units may cross.
 
     Not where a stage that computes them, and another that receives them, could differ in anything else: in what they
-    draw, in what they write, or in the gradient that a hook sees.
+    draw, or in what they write.
     """
     num_calls = len(record.calls)
     return (
         any(operation.can_cross and operation.place.num_calls < num_calls for operation in record.operations.values())
         and not any(index < num_calls - 1 for index in record.inter_unit_draws.after)
-        and not record.gradient_hooks
         and not record.updates
         and not record.edits_batch
         and record.failure is None

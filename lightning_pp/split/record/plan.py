@@ -108,7 +108,6 @@ def build_plan(record: StepRecord, stage_of_unit: Mapping[str, int], num_stages:
     stage_of_call = [stage_of_unit[call.unit] for call in record.calls]
     last_stage = num_stages - 1
     _check_flow(record, stage_of_call, last_stage)
-    _check_gradient_hooks(record, stage_of_call, last_stage)
     crossing = find_crossing(record, stage_of_call, num_stages)
     received = {(value, target) for target, values in enumerate(crossing.received) for value in values}
     edges = tuple(
@@ -140,19 +139,6 @@ def direct_parameters(record: StepRecord, stage_of_unit: Mapping[str, int], num_
     for name in record.tail.parameters:
         users.setdefault(name, set()).add(num_stages - 1)
     return users
-
-
-def _check_gradient_hooks(record: StepRecord, stage_of_call: list[int], last_stage: int) -> None:
-    """Only the last stage has the whole gradient of a tensor of inter-unit code that no other stage makes."""
-    for hook in record.gradient_hooks:
-        for call in record.calls[hook.made_after :]:
-            stage = stage_of_call[call.index]
-            if stage != last_stage:
-                raise SplitError(
-                    f"{hook.line} puts a hook on the gradient of a tensor that several stages use, from stage {stage} "
-                    f"(which runs {call.unit!r}) to stage {last_stage}. No stage has all of its gradient. Put the hook "
-                    "on a tensor inside a unit or on the loss, or cut before this tensor is made."
-                )
 
 
 def _check_flow(record: StepRecord, stage_of_call: list[int], last_stage: int) -> None:

@@ -326,19 +326,6 @@ class UnitCall:
 
 
 @dataclass(frozen=True)
-class GradientHook:
-    """A hook that inter-unit code put on a weight-dependent tensor.
-
-    Attributes:
-        line: The user's line.
-        made_after: Unit calls before the tensor was made; the call itself for a unit's output.
-    """
-
-    line: str
-    made_after: int
-
-
-@dataclass(frozen=True)
 class InterUnitDraws:
     """Where code outside units draws random numbers.
 
@@ -410,7 +397,6 @@ class StepRecord:
         has_dynamic_shapes: Whether values of the batch decide shapes or Python integers outside units (``loss[mask]``,
             ``int(mask.sum())``).
         carried: State, of more than a number each, that goes from one step to the next.
-        gradient_hooks: Hooks that the code outside units put on tensors (``register_hook``, ``retain_grad``).
         edits_batch: Whether the step writes into memory that it was given, so that whoever runs it more than once
             must give it a copy each time.
         compute_dtype: The dtype in which units get their activations and parameters; None: as they are.
@@ -442,7 +428,6 @@ class StepRecord:
     reductions: Sequence[Reduction] = ()
     has_dynamic_shapes: bool = False
     carried: tuple[CarriedState, ...] = ()
-    gradient_hooks: list[GradientHook] = field(default_factory=list)
     edits_batch: bool = False
     compute_dtype: torch.dtype | None = None
     weights_of_float32_norms: frozenset[str] = frozenset()

@@ -78,15 +78,13 @@ def plan_whole_batch(whole: StepPlan, parts: Sequence[StepPlan], num_samples: Se
 
     Raises:
         SplitError: The step calls other units for the whole batch than for its microbatches, the tail needs a value of
-            an earlier stage that cannot be joined or random numbers that were drawn before it, or code before the tail
-            has a hook on a gradient.
+            an earlier stage that cannot be joined or random numbers that were drawn before it.
     """
     record = whole.record
     _check_same_calls(record, parts)
     stage_of_call = {index: plan.stage for plan in whole.stages for index in plan.owned_calls}
     last_stage = len(whole.stages) - 1
     first_late, joins = _first_late_call(record, parts, num_samples, stage_of_call, last_stage)
-    _check_gradient_hooks(record, first_late)
     if len(parts) > 1:
         _check_draws(record, first_late)
     keeps = frozenset(joins)
@@ -213,16 +211,6 @@ def _check_same_calls(record: StepRecord, parts: Sequence[StepPlan]) -> None:
                 f"At unit call {place} the step reaches {now} for the whole batch, but {then} for one of its "
                 "microbatches. With whole_batch_loss=True it must call the same units for both. Do not let the number "
                 "of samples decide which units are called, or make the choice inside a unit."
-            )
-
-
-def _check_gradient_hooks(record: StepRecord, first_late: int) -> None:
-    for hook in record.gradient_hooks:
-        if hook.made_after < first_late:
-            raise SplitError(
-                f"{hook.line} puts a hook on the gradient of a tensor that is made before the end of the last unit. "
-                "With whole_batch_loss=True that code runs for each microbatch and once for the whole batch, so the "
-                "hook would see parts of the gradient. Put it on a tensor inside a unit or on the loss."
             )
 
 

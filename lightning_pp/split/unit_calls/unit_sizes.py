@@ -41,7 +41,6 @@ def can_be_resized(record: StepRecord) -> bool:
         any(call.left or not leaves_plain(call) for call in record.calls)
         or any(isinstance(fake, UnknownNumber) for fake in leaves)
         or record.updates
-        or record.gradient_hooks
         or record.carried
         or record.failure
     )

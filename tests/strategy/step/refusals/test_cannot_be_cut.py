@@ -174,7 +174,7 @@ CANNOT_BE_CUT: list[tuple[type[Blocks], str]] = [
     (SecondOrder, r"HERE, but is not an output.*torch\.autograd\.grad.*return it from the unit"),
     (
         HooksAGradient,
-        r"HERE puts a hook on the gradient.*stage 0 \(which runs 'blocks\.\d'\) to stage 1.*inside a unit",
+        r"HERE puts a hook on the gradient.*before the end of the last unit.*inside a unit",
     ),
     (
         CallsAgain,

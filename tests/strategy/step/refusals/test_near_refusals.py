@@ -196,17 +196,17 @@ class MakesAnAttribute(Step):
 
 
 class HookOnTheOutput(Step):
-    """A hook on the gradient of what the last unit gives; on a value between stages it is refused."""
+    """A hook on the gradient of what is made of the last unit's output; on a value between units it is refused."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         h = x
         for block in self.blocks:
             h = h + torch.tanh(block(h))
-        out = self.head(h)
+        out = self.head(h).squeeze(-1)
         if out.requires_grad:
             out.register_hook(lambda gradient: 2 * gradient)
-        return nn.functional.mse_loss(out.squeeze(-1), y)
+        return nn.functional.mse_loss(out, y)
 
 
 class Doubled(torch.autograd.Function):
