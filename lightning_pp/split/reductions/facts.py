@@ -150,9 +150,7 @@ def _times(reductions: Sequence[Reduction]) -> Mapping[Site, int]:
 
 def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_shapes: bool, is_looped: bool) -> Fact:
     over_rows = large is not None and small.given != large.given and small.result == large.result
-    may_be_by_chance = (
-        has_dynamic_shapes and small.of_selected and large is not None and small.given == large.given
-    )
+    may_be_by_chance = has_dynamic_shapes and small.of_selected and large is not None and small.given == large.given
     degrees: tuple[float | None, ...] = ()
     if large is not None and len(large.numbers) == len(small.numbers):
         degrees = tuple(_degree(a, b, ratio) for a, b in zip(small.numbers, large.numbers, strict=True))
