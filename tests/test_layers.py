@@ -127,7 +127,6 @@ MANY_PARAMETERS = {
     "strategy/options.py:StrategyOptions.__init__": "the strategy's options, each by its name",
     "schedule/registry.py:build_schedule": "the public entry to schedules, each size by its name",
     "callbacks/profiling/profiler.py:PipelineProfiler.__init__": "a user's callback, options named as torch.profiler's",
-    "sharding/fsdp.py:ShardedUnits.__init__": "named as fully_shard's",
     "recipes/byte_gpt.py:ByteGPT.__init__": "a configuration's fields",
     "recipes/byte_text.py:ByteTextDataModule.__init__": "a configuration's fields",
     "recipes/streams.py:StreamDataModule.__init__": "a configuration's fields",
