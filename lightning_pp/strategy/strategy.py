@@ -53,8 +53,8 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         self.runs_no_batch = False
         """Whether the run under way is over no batches (``limit_val_batches=0``), so that there is no pipeline yet."""
         self._checkpoints = Checkpoints(
-            is_sharded=self.run_options.checkpoints.is_sharded,
-            in_background=self.run_options.checkpoints.in_background,
+            is_sharded=self.run_options.save_distributed_checkpoint,
+            in_background=self.run_options.async_checkpoint,
             timeout=self.timeout,
             is_interrupted=self._may_ranks_be_apart,
         )
