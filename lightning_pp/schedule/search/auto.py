@@ -22,7 +22,7 @@ from lightning_pp.schedule.program.whole_batch import HELPS_WHOLE_BATCH
 from lightning_pp.schedule.registry import Family, ScheduleRequest, available_schedules, register, schedule_family
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.search.deadline import Deadline
-from lightning_pp.schedule.search.greedy import Policy, Preference, build_greedy
+from lightning_pp.schedule.search.greedy import Policy, build_greedy
 from lightning_pp.schedule.search.justify import PASSES_OF_A_ROUND, justify
 from lightning_pp.schedule.search.local import climb
 from lightning_pp.schedule.search.phases import best_of_both_phases
@@ -230,19 +230,15 @@ def _measured(problem: Problem, orders: Orders, origin: str) -> _Candidate:
 
 def _policies(stages_per_rank: int) -> list[Policy]:
     """The policies to try, the generally better ones first."""
-    alternate_or_input: tuple[Preference, ...] = ("alternate", "input")
-    any_but_input: tuple[Preference, ...] = ("alternate", "forward", "deep")
     if stages_per_rank == 1:
         return [
-            Policy(prefer, weight_fit, forward_waits, input_waits, 1.0, in_flight, first_rank_waits)
-            for in_flight, first_rank_waits, input_waits, weight_fit, forward_waits, prefer in product(
-                (None, 1.5), (False, True), (0.0, 0.5), (1.0, 0.0, 0.5), (1.0, 0.5, 0.0), alternate_or_input
-            )
+            Policy(weight_fit, forward_waits, input_waits)
+            for input_waits, weight_fit, forward_waits in product((0.0, 0.5), (1.0, 0.0, 0.5), (1.0, 0.5, 0.0))
         ]
     return [
-        Policy(prefer, weight_fit, forward_waits, input_waits, same_waits, in_flight)
-        for in_flight, input_waits, same_waits, weight_fit, forward_waits, prefer in product(
-            (None, 2.7, 1.5), (0.0, 1.0), (1.0, 0.5), (1.0, 0.5), (1.0, 0.0), any_but_input
+        Policy(weight_fit, forward_waits, input_waits, same_waits)
+        for input_waits, same_waits, weight_fit, forward_waits in product(
+            (0.0, 1.0), (1.0, 0.5), (1.0, 0.5), (1.0, 0.0)
         )
     ]
 
@@ -250,8 +246,6 @@ def _policies(stages_per_rank: int) -> list[Policy]:
 def _greedy_candidates(request: ScheduleRequest, problems: list[Problem], deadline: Deadline) -> Iterator[_Candidate]:
     """Try policies on a step of few microbatches, which has the same warm-up and cool-down; build the best in full."""
     policies = _policies(request.stages_per_rank)
-    if request.whole_batch_loss:  # all microbatches are in flight
-        policies = list(dict.fromkeys(replace(policy, in_flight=None) for policy in policies))
     share = _SCREENING_ACTIONS // len(problems)
     # Fewer would not reach the steady part when a rank holds 2p; hand-made schedules are the better ones on a V anyway.
     least = (3 if len(problems) == 1 else 2) * request.num_ranks

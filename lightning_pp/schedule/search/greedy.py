@@ -1,8 +1,8 @@
 """Build orders from nothing by letting every rank decide, as soon as it is free, what to do next.
 
 This is the automatic schedule of arXiv:2401.10241 (appendix) as an event simulation, for any placement and any costs. A
-rank knows what has arrived and what is on its way, keeps to its memory limit, and follows a policy: which of F and I it
-wants next, how long it waits for something better than what is there, and how well a W must fit into a wait. Different
+rank knows what has arrived and what is on its way, keeps to its memory limit, and wants I after F and F after I. A
+policy says how long it waits for something better than what is there, and how well a W must fit into a wait. Different
 policies are good for different costs and limits; the caller tries many.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
-from typing import Literal, TypeAlias
 
 from lightning_pp.schedule.program.coded import B, F, I, W
 from lightning_pp.schedule.search.deadline import NEVER, Deadline
@@ -24,35 +23,25 @@ _ClassRows = list[list[tuple[int, int]]]
 """For each rank, kind and stage of what it may do, the most wanted first."""
 
 
-Preference: TypeAlias = Literal["alternate", "input", "forward", "deep"]
-
-
 @dataclass(frozen=True)
 class Policy:
     """How a rank decides. The fractions are of the duration of the action that would be done instead.
 
     Attributes:
-        prefer: ``alternate`` wants I after F and F after I; ``input`` always wants I, ``forward`` always F; ``deep``
-            wants whatever is furthest along the model.
         weight_fit: A W is done in a wait that is at least this fraction of it: 1 never delays what is on its way.
         forward_waits: F waits for an I that arrives within this fraction.
         input_waits: I waits for an F that arrives within this fraction.
         same_waits: An action waits for one of its kind on a deeper stage that arrives within this fraction.
-        in_flight: A stage holds at most so many times what it needs to run at full rate, None for no bound but memory.
-        first_rank_waits: Whether the rank of the first stage waits for I like the others; nobody needs its I.
     """
 
-    prefer: Preference = "alternate"
     weight_fit: float = 1.0
     forward_waits: float = 1.0
     input_waits: float = 0.0
     same_waits: float = 1.0
-    in_flight: float | None = None
-    first_rank_waits: bool = True
 
 
 def build_greedy(problem: Problem, policy: Policy, deadline: Deadline = NEVER) -> Orders | None:
-    """Orders by ``policy``; None if the policy, with its bounds, leads to a deadlock, or the deadline passes."""
+    """Orders by ``policy``; None if the policy leads to a deadlock, or the deadline passes."""
     return _Construction(problem, policy).run(deadline)
 
 
@@ -69,7 +58,6 @@ class _Construction:
         self.arrivals[F][0] = [0.0] * m
         self.done = [[0] * n, [0] * n, [0] * n]
         self.reserve = self._reserves()
-        self.cap = self._caps()
         self.wanted = self._wanted()
 
     def _reserves(self) -> list[float]:
@@ -88,34 +76,12 @@ class _Construction:
                 deeper += forward[stage]
         return reserve
 
-    def _caps(self) -> list[int]:
-        """For each stage the most microbatches between its F and its I, by Little's law from the policy."""
-        n, m = self.problem.num_stages, self.problem.num_microbatches
-        factor = self.policy.in_flight
-        if factor is None or self.problem.whole_batch_loss:
-            return [m] * n
-        duration = self.problem.duration
-        cycle = max(sum(duration[row] for stage in stages for row in (stage, B * n + stage)) for stages in self.stages)
-        round_trip, caps = 0.0, [1] * n
-        for stage in range(n - 1, -1, -1):
-            round_trip += duration[stage] + duration[I * n + stage]
-            caps[stage] = max(1, int(factor * round_trip / cycle + 0.5) if cycle else m)
-            round_trip += self.problem.needs_latency[stage] + (self.problem.feeds_latency[I * n + stage])
-        return caps
-
     def _wanted(self) -> tuple[_ClassRows, _ClassRows]:
-        """What each rank wants, most wanted first, after an F and after an I."""
+        """What each rank wants, most wanted first, after an F and after an I: the other of the two."""
         forwards = [[(F, stage) for stage in stages] for stages in self.stages]
         inputs = [[(I, stage) for stage in stages] for stages in self.stages]
-        input_first = [second + first for first, second in zip(forwards, inputs, strict=True)]
-        forward_first = [first + second for first, second in zip(forwards, inputs, strict=True)]
-        deep = [[(kind, stage) for stage in stages for kind in (I, F)] for stages in self.stages]
-        return {
-            "alternate": (input_first, forward_first),
-            "input": (input_first, input_first),
-            "forward": (forward_first, forward_first),
-            "deep": (deep, deep),
-        }[self.policy.prefer]
+        after_forward = [second + first for first, second in zip(forwards, inputs, strict=True)]
+        return after_forward, [first + second for first, second in zip(forwards, inputs, strict=True)]
 
     def run(self, deadline: Deadline) -> Orders | None:
         problem = self.problem
@@ -183,8 +149,6 @@ class _Construction:
                 continue
             arrival = arrived[count]
             if kind == F:
-                if count - done_input[stage] >= self.cap[stage]:
-                    continue
                 if held + self.reserve[stage] > limit:
                     if weight >= 0 and arrival <= now:
                         return W, weight, now
@@ -193,8 +157,7 @@ class _Construction:
                     soon_forward = min(soon_forward, arrival)
                     continue
                 long = duration[stage]
-                patience = policy.forward_waits if policy.first_rank_waits or stage else 0.0
-                if soon_forward - now < policy.same_waits * long or soon_input - now < patience * long:
+                if soon_forward - now < policy.same_waits * long or soon_input - now < policy.forward_waits * long:
                     continue
                 return F, stage, now
             if arrival > now:

@@ -84,8 +84,8 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         edited: Unit outputs, and results of operations between units, that code after them writes into.
         inter_unit_draws: Calls after which inter-unit code draws random numbers, up to the next; -1: before the first.
         branches_at_random: Whether Python looked at a number that inter-unit code drew.
-        gradient_hooks: For each hook that inter-unit code put on a weight-dependent tensor, the line, and the unit calls
-            before the tensor was made; the call itself for a unit's output.
+        gradient_hooks: For each hook that inter-unit code put on a weight-dependent tensor, the line, and the unit
+            calls before the tensor was made; the call itself for a unit's output.
         edits_batch: Whether the step wrote into memory that it did not make.
         weights_of_float32_norms: Parameters, in the dtype of computation, of norms of float32.
         watch: Numbers the memories that the step makes.

@@ -242,7 +242,6 @@ def test_greedy_and_justified_orders_are_legal(data: st.DataObject, p: int, m: i
     policy = data.draw(
         st.builds(
             Policy,
-            prefer=st.sampled_from(["alternate", "input", "forward", "deep"]),
             weight_fit=st.sampled_from([0.0, 0.5, 1.0]),
             forward_waits=st.sampled_from([0.0, 1.0]),
             same_waits=st.sampled_from([0.0, 1.0]),
