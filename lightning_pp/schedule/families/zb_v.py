@@ -6,16 +6,13 @@ r, stage r is chunk 0 and stage 2p - 1 - r is chunk 1; F0 is the forward of chun
 
 from __future__ import annotations
 
-from itertools import product
-
 from lightning_pp.schedule.families.choice import MOST_FITTED_ACTIONS, best_of
 from lightning_pp.schedule.families.chunk_program import ChunkProgram
-from lightning_pp.schedule.families.zb_v_greedy import FillRule, build_by_rounds
+from lightning_pp.schedule.families.zb_v_greedy import build_by_rounds
 from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.search.problem import Problem
-from lightning_pp.schedule.search.timing import earliest, length_of
 from lightning_pp.schedule.simulation.memory import exceeds, peaks_of
 
 
@@ -51,16 +48,8 @@ def build_zb_v(request: ScheduleRequest) -> Schedule:
     if is_large and not any(map(exceeds, peaks_of(by_hand, request.costs), limits)):
         return by_hand
     problem = Problem.build(by_hand.placement, request.num_microbatches, request.costs, limits)
-    best, best_score = None, float("inf")
-    for forwards, backwards in product((True, False), repeat=2):
-        orders = build_by_rounds(problem, FillRule(forwards, backwards))
-        starts = earliest(problem, orders) if orders is not None else None
-        if orders is None or starts is None:
-            continue
-        length = length_of(problem, orders, starts)
-        if length.makespan + length.longest_span < best_score:
-            best, best_score = orders, length.makespan + length.longest_span
-    by_rounds = [] if best is None else [problem.schedule_of(best, "zb_v")]
+    orders = build_by_rounds(problem)
+    by_rounds = [] if orders is None else [problem.schedule_of(orders, "zb_v")]
     return best_of((by_hand, *by_rounds), request)
 
 

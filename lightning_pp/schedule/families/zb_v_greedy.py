@@ -2,13 +2,12 @@
 
 After a warm-up that fills the V, every round gives each rank one backward and one forward. W, in the order of their I,
 go where they fit into a wait, where memory is needed, and where a wait would make the rank's bubble larger than the
-largest bubble anyway. A second run may use the bubbles of the first as that measure.
+largest bubble anyway.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from lightning_pp.schedule.program.coded import F, I, W
 from lightning_pp.schedule.search.problem import Orders, Problem
@@ -16,42 +15,26 @@ from lightning_pp.schedule.search.problem import Orders, Problem
 _EPSILON = 1e-9
 
 
-@dataclass(frozen=True)
-class FillRule:
-    """Whether a W may delay a forward, and a backward of chunk 0, to keep the bubble of its rank from growing."""
-
-    forwards: bool
-    backwards: bool
-
-
-def build_by_rounds(problem: Problem, rule: FillRule) -> Orders | None:
+def build_by_rounds(problem: Problem) -> Orders | None:
     """Orders for a V placement; None if the rounds get stuck, as they may under tight memory."""
     if any(change > 0 for change in problem.held_change[I * problem.num_stages : W * problem.num_stages]):
         return None  # the rounds make room for F only
-    best: _Rounds | None = None
-    approved = [-1.0] * problem.placement.num_ranks
-    while True:
-        rounds = _Rounds(problem, rule, approved)
-        if not rounds.run():
-            break
-        if best is not None and max(rounds.bubble) >= max(best.bubble):
-            break
-        best, approved = rounds, rounds.bubble
-    return None if best is None else best.orders
+    rounds = _Rounds(problem)
+    return rounds.orders if rounds.run() else None
 
 
 class _Rounds:
     """One construction. Rows are kind * num_stages + stage; rank r holds stages r and 2p - 1 - r."""
 
-    def __init__(self, problem: Problem, rule: FillRule, approved: list[float]) -> None:
+    def __init__(self, problem: Problem) -> None:
         n, m, p = problem.num_stages, problem.num_microbatches, problem.placement.num_ranks
-        self.problem, self.rule, self.approved = problem, rule, approved
+        self.problem = problem
         self.end = [[-1.0] * m for _ in range(3 * n)]
         self.count = [0] * (3 * n)
         self.now = [0.0] * p
         self.held = [0.0] * p
         self.bubble = [0.0] * p
-        self.largest_bubble, self.largest_approved = 0.0, max(approved)
+        self.largest_bubble = 0.0
         self.pending: list[deque[int]] = [deque() for _ in range(p)]
         self.orders: Orders = [[] for _ in range(p)]
 
@@ -108,13 +91,12 @@ class _Rounds:
             self._put_weight(rank)
         return self.held[rank] + self.problem.held_change[row] <= limit
 
-    def _fill(self, rank: int, arrival: float, may_delay: bool) -> None:
+    def _fill(self, rank: int, arrival: float) -> None:
         """W into the wait before ``arrival``: all that fit whole, and one more if the bubble would grow too much."""
         duration, pending = self.problem.duration, self.pending[rank]
         while pending and self.now[rank] + duration[pending[0]] <= arrival + _EPSILON:
             self._put_weight(rank)
-        allowed = max(self.largest_bubble, self.largest_approved - self.approved[rank]) - self.bubble[rank]
-        if pending and may_delay and arrival - self.now[rank] > allowed + _EPSILON:
+        if pending and arrival - self.now[rank] > self.largest_bubble - self.bubble[rank] + _EPSILON:
             self._put_weight(rank)
 
     def _warm_up(self) -> bool:
@@ -175,14 +157,14 @@ class _Rounds:
         for rank in range(p):
             deep = I * n + n - 1 - rank
             if rank not in shallow and self.count[deep] < m and self._arrival(deep) is not None:
-                self._put_backward(rank, deep, may_delay=True)
+                self._put_backward(rank, deep)
         for rank in sorted(shallow, reverse=True):
-            self._put_backward(rank, I * n + rank, may_delay=self.rule.backwards)
+            self._put_backward(rank, I * n + rank)
 
-    def _put_backward(self, rank: int, row: int, *, may_delay: bool) -> None:
+    def _put_backward(self, rank: int, row: int) -> None:
         arrival = self._arrival(row)
         if arrival is not None:
-            self._fill(rank, arrival, may_delay)
+            self._fill(rank, arrival)
             self._put(rank, row, arrival)
 
     def _forward_round(self, p: int, n: int, m: int) -> None:
@@ -194,5 +176,5 @@ class _Rounds:
                 continue
             arrival = self._arrival(row)
             assert arrival is not None, "checked above"
-            self._fill(rank, arrival, self.rule.forwards)
+            self._fill(rank, arrival)
             self._put(rank, row, arrival)
