@@ -52,7 +52,7 @@ from lightning_pp.split.side_effects.watch import ChangingHookError, SideEffectW
 from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, numbers_of, shapes_of
 from lightning_pp.split.unit_calls.checkpointed_regions import never_run_again
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
-from lightning_pp.split.unit_calls.endless import UnitsCalled
+from lightning_pp.split.unit_calls.endless import check_ends
 from lightning_pp.split.unit_calls.interception import UnitCalls
 from lightning_pp.split.unit_calls.operations import OperationCalls
 from lightning_pp.split.unit_calls.python_reads import PythonReads
@@ -132,7 +132,8 @@ class DryRun:
         self._policy = policy
         self._python_generators: Any = None
         self._is_second = False
-        self._units_called = UnitsCalled(len(units))
+        self._called: set[str] = set()
+        self._num_repeated = 0  # calls since a unit was called for the first time
         # of the call that has run last: what it returned besides tensors that depends on values
         self._unknown: dict[int, tuple[Any, Any]] = {}
         self._draws_in_python: set[int] = set()
@@ -261,7 +262,9 @@ class DryRun:
             pass_on_selected((args, kwargs), logits)
             return logits
         _check_may_be_called(unit, args, kwargs)
-        self._units_called.note(unit)
+        self._num_repeated = self._num_repeated + 1 if unit in self._called else 0
+        self._called.add(unit)
+        check_ends(unit, self._num_repeated, len(self._units))
         self._end_inter_unit()
         call = self._begun_call(unit, args, kwargs)
         given = args, kwargs
