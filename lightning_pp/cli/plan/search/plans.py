@@ -17,7 +17,6 @@ from lightning_pp.cli.plan.search.bounds import (
     ONE_MICROBATCH,
     Blocks,
     Held,
-    Numbers,
     least_span,
     microbatches_held,
     patterns_of,
@@ -137,12 +136,13 @@ class PlanSearch:
         self._costs = cache(self._costs_of)
         self._recordings = cache(self._recordings_of)
         self._memory_model = cache(self._memory_model_of)
+        wishes = replace(options.cut, flops_per_byte=step.device.flops_per_byte)
+        self._blocks = cache(lambda recording: Blocks.of(recording, self._costs(1), wishes))
+        self._state = cache(lambda blocks, choice, num: blocks.state(self._memory_model(choice, num)))
         self._patterns = cache(patterns_of)
         self._spans = cache(lambda *sizes: list(map(LongestSpans, self._patterns(*sizes))))
         self._held = cache(lambda over, *sizes: [microbatches_held(one, over) for one in self._patterns(*sizes)])
         self._first_sizes: dict[bool, int] = {}
-        self._blocks: dict[int, Blocks] = {}
-        self._states: dict[tuple[int, ShardingChoice, int], Numbers] = {}
 
     def run(self, tell: Callable[[str], None] = lambda text: None) -> SearchResult:
         """Looks at all plans.
@@ -292,7 +292,7 @@ class PlanSearch:
         return any(
             blocks.can_fit(state, held, limit) and (of_all is None or blocks.about_need(state, of_all, number) <= more)
             for blocks in self._blocks_of(layout)
-            for state in [self._state(blocks, choice, layout)]
+            for state in [self._state(blocks, choice, layout.num_replicas)]
             for held, of_all in zip(least, sums, strict=True)
         )
 
@@ -301,21 +301,10 @@ class PlanSearch:
         held = None if self._options.schedule.whole_batch_loss else self._held(np.min, *self._sizes_of(layout))
         return held or [[ONE_MICROBATCH] * layout.num_ranks]
 
-    def _state(self, blocks: Blocks, choice: ShardingChoice, layout: Layout) -> Numbers:
-        key = id(blocks), choice, layout.num_replicas
-        if key not in self._states:
-            self._states[key] = blocks.state(self._memory_model(choice, layout.num_replicas))
-        return self._states[key]
-
     def _blocks_of(self, layout: Layout) -> list[Blocks]:
         """Of the recording, and of the one with its head whole, where that is another."""
-        recording, found = self._recording(layout), []
-        wishes = replace(self._options.cut, flops_per_byte=self._step.device.flops_per_byte)
-        for one in filter(None, (recording, recording.whole)):
-            if id(one) not in self._blocks:  # recordings are kept, so that their ids stay their own
-                self._blocks[id(one)] = Blocks.of(one, self._costs(1), wishes)
-            found.append(self._blocks[id(one)])
-        return found
+        recording = self._recording(layout)
+        return [self._blocks(one) for one in (recording, recording.whole) if one is not None]
 
     def _least_of(self, unfit: Sequence[tuple[Layout, ShardingChoice]]) -> FoundPlan | None:
         """The plan whose fullest rank holds least; plans whose bound is above that are not cut."""
@@ -325,7 +314,7 @@ class PlanSearch:
             is_fitted = schedule_family(layout.schedule).is_fitted
             several = [[ONE_MICROBATCH] * layout.num_ranks] if is_fitted else self._least_held(layout)
             return min(
-                blocks.least_need(self._state(blocks, choice, layout), held)
+                blocks.least_need(self._state(blocks, choice, layout.num_replicas), held)
                 for blocks in self._blocks_of(layout)
                 for held in several
             )
