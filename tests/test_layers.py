@@ -99,12 +99,12 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_844,
-    ("strategy",): 12_980,
+    ("split",): 12_773,
+    ("strategy",): 12_999,
     ("cli", "conf", "doctor"): 9_418,
     ("telemetry", "callbacks"): 4_407,
-    ("schedule",): 5_109,
-    ("planning",): 5_646,
+    ("schedule",): 5_044,
+    ("planning",): 5_582,
     ("runtime",): 4_572,
     ("checkpoint",): 3_820,
     ("sharding",): 3_588,

@@ -24,7 +24,13 @@ from lightning_pp.schedule import Schedule, Sharding, StageCosts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.strategy.autotune.measured_costs import CostExchange, Measured, Profile, Shape
-from lightning_pp.strategy.autotune.tuning_report import comparison, costs_text, predicted_schedules, save_costs
+from lightning_pp.strategy.autotune.tuning_report import (
+    about_copies,
+    comparison,
+    costs_text,
+    predicted_schedules,
+    save_costs,
+)
 from lightning_pp.telemetry import StepPrediction
 
 NUM_WARM_UP_BATCHES = 2
@@ -209,6 +215,8 @@ class TunedPrograms:
         except ScheduleError as error:
             return None, f"{self._asked} keeps the schedule that it began with, {before.name}: {error}"
         seconds = time.perf_counter() - started
+        if not self._options.source.is_searched:
+            return found, f"{about_copies(self._asked, before, found)}\n{costs_text(measured.costs)}"
         return found, "\n".join(
             [
                 f"{self._asked}: {found.name} from now on, found in {seconds:.1f} s ({placement.kind}, "
