@@ -141,7 +141,7 @@ class StepCounting:
         """Rehearses the step until it has reached all that is counted."""
         record, device = steps.plans[index].record, self._fakes.device
         with ExitStack() as stack:
-            stack.enter_context(StepLogs().of_step(self._module, None))
+            stack.enter_context(StepLogs().in_step(self._module, None))
             stack.enter_context(self._metrics.suspended())
             stack.enter_context(loggers_muted(trainer_of(self._module)))
             stack.enter_context(trainer_watched(self._module))
