@@ -137,7 +137,7 @@ class SplitModel:
         return {name: unit for name, unit in self.units.items() if self.partition.stage_of_unit[name] in stages}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is a key of its own
 class RecordedModel:
     """A model with its units, and its step as a dry run saw it.
 

@@ -98,7 +98,7 @@ class OnePipelineStrategy(SingleDeviceStrategy):
         report = report_of(self.line, logs, samples, weights)
         for index, microbatch in enumerate(microbatches):
             context = self.metrics.step() if is_last else self.metrics.suspended()
-            with logs.of_step(module, index if is_last else None), context:
+            with logs.in_step(module, index if is_last else None), context:
                 if is_last:
                     outputs.append(step(microbatch.data, *args))
                 else:

@@ -53,7 +53,7 @@ class StagePlan:
     keeps: frozenset[Value] = frozenset()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is a key of its own
 class StepPlan:
     """What every stage does with one microbatch of a certain signature. All stages know all of it.
 

@@ -371,7 +371,7 @@ class Failure:
         return f"{type(self.error).__name__} at {self.line}{f': {message}' if message else ''}"
 
 
-@dataclass
+@dataclass(eq=False)  # each is a key of its own
 class StepRecord:
     """One step as seen by a dry run.
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 from torch import nn
 
 from lightning_pp.errors import SplitError
-from lightning_pp.planning.steps.plans import MAX_PLANS
 from lightning_pp.planning.steps.state import StepState
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.rehearsal import Rehearsed, rehearse
@@ -67,7 +66,7 @@ class BatchSteps:
     @property
     def records(self) -> list[StepRecord]:
         """The records of the plans, each once."""
-        return list({id(plan.record): plan.record for plan in self.plans}.values())
+        return list(dict.fromkeys(plan.record for plan in self.plans))
 
 
 class StepCounting:
@@ -96,7 +95,7 @@ class StepCounting:
         self._units = units
         self._metrics = metrics
         self._forward_context = forward_context
-        self._traces: dict[int, _Traced] = {}
+        self._traces: WeakKeyDictionary[StepRecord, _Traced] = WeakKeyDictionary()
 
     def count(self, steps: BatchSteps, index: int, facts: Facts, scale: Scale) -> Counts:
         """What a microbatch counts.
@@ -119,7 +118,7 @@ class StepCounting:
         varies = record.depends_on_batch_values or draws or record.edits_batch
         if steps.state is None or not steps.is_training or varies:
             return self._rehearsed(steps, index, facts, scale, _Until(needed))
-        traced = self._traced(record)
+        traced = self._traces.get(record) or self._traces.setdefault(record, _Traced())
         if not steps.state.matches(traced.state, with_progress=record.reads_progress):
             traced.start(steps.state)
         if traced.trace and traced.serves():
@@ -138,19 +137,11 @@ class StepCounting:
         with self._forward_context():
             return counts_of(trace, data)
 
-    def _traced(self, record: StepRecord) -> _Traced:
-        found = self._traces.get(id(record))
-        if found is None or found.record() is not record:
-            if len(self._traces) >= MAX_PLANS:
-                self._traces.clear()
-            found = self._traces[id(record)] = _Traced(weakref.ref(record))
-        return found
-
     def _rehearsed(self, steps: BatchSteps, index: int, facts: Facts, scale: Scale, counted: _Until) -> Counts:
         """Rehearses the step until it has reached all that is counted."""
         record, device = steps.plans[index].record, self._fakes.device
         with ExitStack() as stack:
-            stack.enter_context(StepLogs().of_step(self._module, None))
+            stack.enter_context(StepLogs().in_step(self._module, None))
             stack.enter_context(self._metrics.suspended())
             stack.enter_context(loggers_muted(trainer_of(self._module)))
             stack.enter_context(trainer_watched(self._module))
@@ -202,13 +193,11 @@ class _Traced:
     """The trace of a recorded step's counts, and whether it serves.
 
     Attributes:
-        record: The step.
         state: The step's state when the trace was made.
         trace: None where there is none yet, and empty where there can be none in this state.
     """
 
-    def __init__(self, record: weakref.ref[StepRecord]) -> None:
-        self.record = record
+    def __init__(self) -> None:
         self.start(StepState())
 
     def start(self, state: StepState) -> None:

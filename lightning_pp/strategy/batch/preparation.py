@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +22,7 @@ from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.dry_run.weight_updates import RepeatedUpdates
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.step_record import StepRecord
+from lightning_pp.split.record.whole_batch import plan_whole_batch
 from lightning_pp.split.reductions.recording import EarlierRun
 from lightning_pp.strategy.batch.counting import BatchSteps, StepCounting
 from lightning_pp.strategy.batch.cutter import BatchCutter
@@ -31,7 +32,6 @@ from lightning_pp.strategy.batch.scaling import BatchScaling, ScaledBatch, TwoSi
 from lightning_pp.strategy.batch.scopes import StepScopes
 from lightning_pp.strategy.batch.whole_batch import (
     END_OF_BATCH,
-    WholeBatchPlans,
     WholeBatchScopes,
     ending_with_batch,
     in_one_piece,
@@ -89,7 +89,7 @@ class BatchPreparation:
         counting = StepCounting(split.fake_parameters, split.units, metrics, precision.forward_context)
         self.allows_auxiliary = surroundings.options.batches.auxiliary_losses == "per_microbatch"
         self._scaling = BatchScaling(groups, counting, allows_auxiliary=self.allows_auxiliary)
-        self._whole_batches = WholeBatchPlans()
+        self._plan_whole = lru_cache(maxsize=256)(plan_whole_batch)
         self._recordings = RecordingWatch(split.plans)
         self._attributes = AttributesOutsideUnits(module, split.units, _LIGHTNINGS_ATTRIBUTES)
 
@@ -123,7 +123,7 @@ class BatchPreparation:
         if self._ends_with_batch and call.step != "predict_step":  # what is predicted has a row per sample anyway
             return self._prepare_whole(call, batch, microbatches, seed, factor, state, around)
         plans = self._plans(call, microbatches, seeds, state)
-        for plan in {id(plan): plan for plan in plans}.values():
+        for plan in dict.fromkeys(plans):
             refuse_carried_state(self.module, call.step, plan.record, len(microbatches))
         attributes, updates = StepAttributes(self.module, self._kept_by(plans)), self._updates_of(plans)
         call_part = self._caller(call, [microbatch.data for microbatch in microbatches], plans, updates, around)
@@ -178,7 +178,7 @@ class BatchPreparation:
         of_batch = self._plan(call, whole, seeds[number if number > 1 else 0], state)
         plans = self._plans(call, microbatches, seeds, state, of_batch.record)
         refuse_carried_state(self.module, call.step, of_batch.record, number)
-        plan = self._whole_batches.of(of_batch, plans, microbatches)
+        plan = self._plan_whole(of_batch, tuple(plans), tuple(each.num_samples for each in microbatches))
         attributes, updates = StepAttributes(self.module, self._kept_by([plan.tail])), self._updates_of([plan.tail])
         # the batch comes last, at END_OF_BATCH
         call_part = self._caller(call, [*(each.data for each in microbatches), batch], [plan.tail], updates, around)

@@ -144,7 +144,7 @@ class StepLogs:
         self._recorded = self._of_whole_batch = None
 
     @contextmanager
-    def of_step(self, module: LightningModule, microbatch: int | None) -> Iterator[None]:
+    def in_step(self, module: LightningModule, microbatch: int | None) -> Iterator[None]:
         """:meth:`installed` around one step."""
         with self.installed(module):
             self.begin(microbatch)

@@ -34,7 +34,7 @@ ONE_MICROBATCH: Held = np.array([[1, 0]])
 _ROUNDING = 1e-9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is a key of its own
 class Blocks:
     """What can be on one stage or another: units that may be cut between, each by itself.
 

@@ -17,7 +17,6 @@ from lightning_pp.cli.plan.search.bounds import (
     ONE_MICROBATCH,
     Blocks,
     Held,
-    Numbers,
     least_span,
     microbatches_held,
     patterns_of,
@@ -134,15 +133,16 @@ class PlanSearch:
         self._speed = speed
         self._limit = limit_bytes
         # one object for equal arguments
-        self._costs = cache(self._costs_of)
-        self._recordings = cache(self._recordings_of)
-        self._memory_model = cache(self._memory_model_of)
+        self._costs = cache(self._make_costs)
+        self._recordings = cache(self._make_recordings)
+        self._memory_model = cache(self._make_memory_model)
+        wishes = replace(options.cut, flops_per_byte=step.device.flops_per_byte)
+        self._blocks = cache(lambda recording: Blocks.of(recording, self._costs(1), wishes))
+        self._state = cache(lambda blocks, choice, num: blocks.state(self._memory_model(choice, num)))
         self._patterns = cache(patterns_of)
         self._spans = cache(lambda *sizes: list(map(LongestSpans, self._patterns(*sizes))))
         self._held = cache(lambda over, *sizes: [microbatches_held(one, over) for one in self._patterns(*sizes)])
         self._first_sizes: dict[bool, int] = {}
-        self._blocks: dict[int, Blocks] = {}
-        self._states: dict[tuple[int, ShardingChoice, int], Numbers] = {}
 
     def run(self, tell: Callable[[str], None] = lambda text: None) -> SearchResult:
         """Looks at all plans.
@@ -175,11 +175,11 @@ class PlanSearch:
                 choices = [choice for choice in several if self._may_fit(layout, choice)]
                 unfit += [(layout, choice) for choice in several if choice not in choices]
                 if choices:
-                    heappush(waiting, (max(about, self._time_of_patterns(layout)), place, layout, choices))
+                    heappush(waiting, (max(about, self._pattern_time(layout)), place, layout, choices))
         result.num_too_large = len(unfit)
         if not result.best:
             tell("looking for the plan that needs least memory")
-            result.least = self._least_of(unfit)
+            result.least = self._smallest_plan(unfit)
         return result
 
     # ---------------------------------------------------------------- one layout
@@ -192,7 +192,7 @@ class PlanSearch:
         ``about`` is what a step takes by the patterns, or by its work alone.
         """
         gain = _FITTED if schedule_family(layout.schedule).is_fitted else _FIXED
-        if max(self._least_time(layout, self._patterns_of(layout)), about / gain) > result.longest:
+        if max(self._least_time(layout, self._layout_patterns(layout)), about / gain) > result.longest:
             result.num_slower += len(choices)
             return []
         unfit, found = list[tuple[Layout, ShardingChoice]](), list[FoundPlan]()
@@ -244,14 +244,14 @@ class PlanSearch:
 
     # ---------------------------------------------------------------- bounds
 
-    def _sizes_of(self, layout: Layout) -> tuple[str, int, int, int]:
+    def _pattern_sizes(self, layout: Layout) -> tuple[str, int, int, int]:
         """For :func:`patterns_of`: with more than two microbatches a rank, none holds more, unless it holds all."""
         num_ranks, number = layout.num_ranks, layout.num_microbatches
         number = number if layout.schedule == "gpipe" else min(number, 2 * num_ranks)
         return layout.schedule, num_ranks, number, layout.stages_per_rank
 
-    def _patterns_of(self, layout: Layout) -> Sequence[Schedule]:
-        return () if self._options.schedule.whole_batch_loss else self._patterns(*self._sizes_of(layout))
+    def _layout_patterns(self, layout: Layout) -> Sequence[Schedule]:
+        return () if self._options.schedule.whole_batch_loss else self._patterns(*self._pattern_sizes(layout))
 
     def _least_time(self, layout: Layout, patterns: Sequence[Schedule]) -> float:
         """No plan of ``layout`` has a shorter step in a row."""
@@ -260,16 +260,16 @@ class PlanSearch:
         program = patterns[0] if is_known else None
         return min(
             least_span(blocks.work, blocks.longest_work(num_ranks), num_ranks, number, program)
-            for blocks in self._blocks_of(layout)
+            for blocks in self._layout_blocks(layout)
         )
 
-    def _time_of_patterns(self, layout: Layout) -> float:
+    def _pattern_time(self, layout: Layout) -> float:
         """About what a step in a row takes at the least; 0 where that is not known."""
         num_stages, number = layout.num_stages, layout.num_microbatches
-        if 3 * num_stages * number <= _FEW_ACTIONS or not self._patterns_of(layout):
+        if 3 * num_stages * number <= _FEW_ACTIONS or not self._layout_patterns(layout):
             return 0.0
-        name, num_ranks, built, per_rank = self._sizes_of(layout)
-        several = self._blocks_of(layout)
+        name, num_ranks, built, per_rank = self._pattern_sizes(layout)
+        several = self._layout_blocks(layout)
         equal = np.repeat([blocks.milliseconds.sum(axis=1) / num_stages for blocks in several], num_stages)
         times = equal.reshape(len(several), 3, num_stages).swapaxes(0, 1)
         work = np.array([blocks.work for blocks in several]) / num_ranks
@@ -288,36 +288,25 @@ class PlanSearch:
         least, number = self._least_held(layout), layout.num_stages
         more = self._limit * _UNEVEN
         limit = more if schedule_family(layout.schedule).is_fitted else self._limit
-        sums = self._held(np.sum, *self._sizes_of(layout)) if self._patterns_of(layout) else [None]
+        sums = self._held(np.sum, *self._pattern_sizes(layout)) if self._layout_patterns(layout) else [None]
         return any(
             blocks.can_fit(state, held, limit) and (of_all is None or blocks.about_need(state, of_all, number) <= more)
-            for blocks in self._blocks_of(layout)
-            for state in [self._state(blocks, choice, layout)]
+            for blocks in self._layout_blocks(layout)
+            for state in [self._state(blocks, choice, layout.num_replicas)]
             for held, of_all in zip(least, sums, strict=True)
         )
 
     def _least_held(self, layout: Layout) -> list[list[Held]]:
         """For each pattern and rank, microbatches that it holds of all its stages at one time or another."""
-        held = None if self._options.schedule.whole_batch_loss else self._held(np.min, *self._sizes_of(layout))
+        held = None if self._options.schedule.whole_batch_loss else self._held(np.min, *self._pattern_sizes(layout))
         return held or [[ONE_MICROBATCH] * layout.num_ranks]
 
-    def _state(self, blocks: Blocks, choice: ShardingChoice, layout: Layout) -> Numbers:
-        key = id(blocks), choice, layout.num_replicas
-        if key not in self._states:
-            self._states[key] = blocks.state(self._memory_model(choice, layout.num_replicas))
-        return self._states[key]
-
-    def _blocks_of(self, layout: Layout) -> list[Blocks]:
+    def _layout_blocks(self, layout: Layout) -> list[Blocks]:
         """Of the recording, and of the one with its head whole, where that is another."""
-        recording, found = self._recording(layout), []
-        wishes = replace(self._options.cut, flops_per_byte=self._step.device.flops_per_byte)
-        for one in filter(None, (recording, recording.whole)):
-            if id(one) not in self._blocks:  # recordings are kept, so that their ids stay their own
-                self._blocks[id(one)] = Blocks.of(one, self._costs(1), wishes)
-            found.append(self._blocks[id(one)])
-        return found
+        recording = self._recording(layout)
+        return [self._blocks(one) for one in (recording, recording.whole) if one is not None]
 
-    def _least_of(self, unfit: Sequence[tuple[Layout, ShardingChoice]]) -> FoundPlan | None:
+    def _smallest_plan(self, unfit: Sequence[tuple[Layout, ShardingChoice]]) -> FoundPlan | None:
         """The plan whose fullest rank holds least; plans whose bound is above that are not cut."""
 
         def bound(pair: tuple[Layout, ShardingChoice]) -> float:
@@ -325,8 +314,8 @@ class PlanSearch:
             is_fitted = schedule_family(layout.schedule).is_fitted
             several = [[ONE_MICROBATCH] * layout.num_ranks] if is_fitted else self._least_held(layout)
             return min(
-                blocks.least_need(self._state(blocks, choice, layout), held)
-                for blocks in self._blocks_of(layout)
+                blocks.least_need(self._state(blocks, choice, layout.num_replicas), held)
+                for blocks in self._layout_blocks(layout)
                 for held in several
             )
 
@@ -365,11 +354,11 @@ class PlanSearch:
             activation_checkpointing=layout.activation_checkpointing,
         )
 
-    def _costs_of(self, ranks_of_stage: int) -> Costs:
+    def _make_costs(self, ranks_of_stage: int) -> Costs:
         links = replace(self._speed.links, num_replicas=ranks_of_stage)
         return Costs(replace(self._speed, links=links), None, self._options.cut)
 
-    def _memory_model_of(self, choice: ShardingChoice, num_replicas: int) -> MemoryModel:
+    def _make_memory_model(self, choice: ShardingChoice, num_replicas: int) -> MemoryModel:
         sharding = replace(self._options.sharding, mode=choice.mode, replicate_size=choice.replicate_size)
         sizes = ParallelSizes(1, num_replicas, choice.replicate_size)
         options = replace(self._options, sharding=sharding)
@@ -383,7 +372,7 @@ class PlanSearch:
         recordings = self._recordings(layout.microbatch_size, has_policy, layout.num_tensor_ranks)
         return recordings.of(layout.num_stages, layout.activation_checkpointing)
 
-    def _recordings_of(self, num_samples: int, has_policy: bool, num_tensor_ranks: int) -> Recordings:
+    def _make_recordings(self, num_samples: int, has_policy: bool, num_tensor_ranks: int) -> Recordings:
         value = self._options.activation_checkpointing if has_policy else False
         options = replace(self._options, activation_checkpointing=value)
         whole = None if num_tensor_ranks == 1 else self._recordings(num_samples, has_policy, 1)
