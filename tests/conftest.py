@@ -67,6 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if left_out:
             config.hook.pytest_deselected(items=list(left_out))
             items[:] = [item for item in items if item not in left_out]
+    # files of which each takes a few seconds come last, so that no process waits long for the others in the end
+    items.sort(key=lambda item: "split" in item.path.parts)
 
 
 def pytest_collection_finish() -> None:
