@@ -75,20 +75,6 @@ def test_type_checkers_see_every_public_name_and_no_other(tmp_path: Path) -> Non
     assert 'Module has no attribute "Pipeline"' in finished.stdout
 
 
-@pytest.mark.nightly  # by day with the alias, below
-@pytest.mark.parametrize(
-    "imports",
-    ["import lightning_pp; import lightning.pytorch as pl", "import lightning.pytorch as pl; import lightning_pp"],
-)
-def test_importing_registers_the_strategy(imports: str) -> None:
-    code = f"""{imports}
-from lightning.pytorch.strategies import StrategyRegistry
-strategy = StrategyRegistry.get("pipeline_parallel")
-trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="pipeline_parallel", logger=False)
-print(type(strategy).__name__, type(trainer.strategy).__name__)"""
-    assert run(code).splitlines()[-1] == "PipelineParallelStrategy PipelineParallelStrategy"
-
-
 @pytest.mark.nightly
 def test_the_documented_alias_makes_pytorch_lightning_the_same_package() -> None:
     page = (Path(__file__).parents[1] / "docs" / "start" / "lightning.md").read_text()
