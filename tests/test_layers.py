@@ -99,13 +99,13 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_844,
-    ("strategy",): 12_947,
+    ("split",): 12_773,
+    ("strategy",): 12_999,
     ("cli", "conf", "doctor"): 9_418,
     ("telemetry", "callbacks"): 4_407,
-    ("schedule",): 5_109,
-    ("planning",): 5_638,
-    ("runtime",): 4_556,
+    ("schedule",): 5_044,
+    ("planning",): 5_582,
+    ("runtime",): 4_572,
     ("checkpoint",): 3_820,
     ("sharding",): 3_588,
     ("distributed",): 2_432,
@@ -127,7 +127,6 @@ MANY_PARAMETERS = {
     "strategy/options.py:StrategyOptions.__init__": "the strategy's options, each by its name",
     "schedule/registry.py:build_schedule": "the public entry to schedules, each size by its name",
     "callbacks/profiling/profiler.py:PipelineProfiler.__init__": "a user's callback, options named as torch.profiler's",
-    "sharding/fsdp.py:ShardedUnits.__init__": "named as fully_shard's",
     "recipes/byte_gpt.py:ByteGPT.__init__": "a configuration's fields",
     "recipes/byte_text.py:ByteTextDataModule.__init__": "a configuration's fields",
     "recipes/streams.py:StreamDataModule.__init__": "a configuration's fields",

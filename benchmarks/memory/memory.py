@@ -214,7 +214,7 @@ def ours(rank: int, schedule: str, setting: Setting) -> dict[str, Any]:
         split.partition,
         split.placement,
         split.parameter_sizes,
-        StateSizes(optimizer_bytes=optimizer_bytes_per_parameter(torch.optim.AdamW)),
+        StateSizes(optimizer_bytes=optimizer_bytes_per_parameter(torch.optim.AdamW([torch.zeros(1)]))),
         schedule=last_step[0],
     )
     own = estimate.ranks[rank]

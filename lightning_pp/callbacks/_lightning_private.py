@@ -38,12 +38,6 @@ def artifact_name(logger: WandbLogger) -> str | None:
     return logger._checkpoint_name
 
 
-@uses("lightning.pytorch.loggers.WandbLogger._experiment")
-def run_of(logger: WandbLogger) -> Any:
-    """The W&B run of ``logger``; None where it has logged nothing yet, which then starts none."""
-    return logger._experiment
-
-
 @uses("lightning.pytorch.callbacks.RichProgressBar._get_train_description")
 def name_epochs_without_end(bar: ProgressBar, *, ends: bool = False) -> None:
     """Has a rich bar write "Epoch 0" where there is no last epoch, in place of "Epoch 0/-2"; ``ends``: no longer."""

@@ -14,10 +14,9 @@ from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
 from lightning_pp.checkpoint.ownership.rank_part import RankPart
 
 if TYPE_CHECKING:
-    from lightning_pp.checkpoint.reading.alone import open_alone, read_alone
     from lightning_pp.checkpoint.reading.initial_weights import load_weights
     from lightning_pp.checkpoint.reading.newest_good import NewestGood, checkpoints_in, newest_good
-    from lightning_pp.checkpoint.reading.open import open_checkpoint
+    from lightning_pp.checkpoint.reading.open import open_checkpoint, read_alone
     from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint, load_state
     from lightning_pp.checkpoint.writing.background import BackgroundSaver
     from lightning_pp.checkpoint.writing.sharded import ShardedSave, make_stager, prepare_save
@@ -42,17 +41,15 @@ __all__ = [
     "make_room_for_file",
     "make_stager",
     "newest_good",
-    "open_alone",
     "open_checkpoint",
     "prepare_save",
     "read_alone",
 ]
 
 _FILES = {
-    "reading.alone": ("open_alone", "read_alone"),
     "reading.initial_weights": ("load_weights",),
     "reading.newest_good": ("NewestGood", "checkpoints_in", "newest_good"),
-    "reading.open": ("open_checkpoint",),
+    "reading.open": ("open_checkpoint", "read_alone"),
     "reading.opened": ("OpenedCheckpoint", "load_state"),
     "writing.background": ("BackgroundSaver",),
     "writing.sharded": ("ShardedSave", "make_stager", "prepare_save"),

@@ -10,102 +10,96 @@ import re
 import shutil
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lightning_pp.checkpoint._torch_private import tree_flatten, tree_map_only
 from lightning_pp.checkpoint.ownership.catalog import enumerate_names
-from lightning_pp.checkpoint.reading.alone import optimizer_states
+from lightning_pp.checkpoint.reading.open import optimizer_states
 from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
 from lightning_pp.checkpoint.reading.opened_folder import FolderCheckpoint
-from lightning_pp.checkpoint.reading.stored_tensor import StoredTensor
+from lightning_pp.checkpoint.reading.stored_tensor import StoredTensor, in_memory
 from lightning_pp.checkpoint.storage import folder
 from lightning_pp.checkpoint.storage.safetensors_file import INDEX_FILENAME, write_safetensors
 from lightning_pp.errors import CheckpointError
 
 
-class ToWrite(Protocol):
-    """Tensors for a file.
-
-    Attributes:
-        names: The names to write, of tied parameters the first.
-        tied: For the further names of tied parameters, the name that is written.
-        left_out: Names in the checkpoint that are not written.
-    """
-
-    names: dict[str, str]
-    tied: dict[str, str]
-    left_out: list[str]
-
-    def specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each."""
-
-    def read(self, name: str) -> torch.Tensor:
-        """One of them."""
-
-
 class Weights:
-    """The tensors of a checkpoint's model under the names that they are to be written with.
+    """Tensors under the names that they are to be written with.
 
     Args:
-        opened: The checkpoint.
-        prefix: Only names that start with it are taken, without it.
-        dtype: What floating point tensors are cast to; None leaves them.
-
-    Attributes:
-        names: The names to write, of tied parameters the first, and the name in the checkpoint of each.
+        tensors: By the names to write; what is stored is read when it is written.
         tied: For the further names of tied parameters, the name that is written.
-        left_out: Names in the checkpoint that are not taken.
-
-    Raises:
-        CheckpointError: No name starts with the prefix.
+        left_out: Names in the checkpoint that are not written.
+        dtype: What floating point tensors are cast to; None leaves them.
     """
 
-    def __init__(self, opened: OpenedCheckpoint, prefix: str = "", dtype: torch.dtype | None = None) -> None:
-        self._tensors: Mapping[str, Any] = opened.content["state_dict"]
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        tied: Mapping[str, str] | None = None,
+        left_out: Sequence[str] = (),
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.tensors = tensors
+        self.tied = dict(tied or {})
+        self.left_out = left_out
         self._dtype = dtype
-        self.names: dict[str, str] = {}
-        self.tied: dict[str, str] = {}
-        self.left_out: list[str] = []
+
+    @classmethod
+    def from_checkpoint(cls, opened: OpenedCheckpoint, prefix: str = "", dtype: torch.dtype | None = None) -> Weights:
+        """The tensors of a checkpoint's model; of tied parameters the first name is written.
+
+        Args:
+            opened: The checkpoint.
+            prefix: Only names that start with it are taken, without it.
+            dtype: As above.
+
+        Raises:
+            CheckpointError: No name starts with the prefix.
+        """
+        state: Mapping[str, Any] = opened.content["state_dict"]
+        tensors: dict[str, torch.Tensor] = {}
+        tied: dict[str, str] = {}
+        left_out: list[str] = []
         places: dict[Any, str] = {}
-        for name, value in self._tensors.items():
+        for name, value in state.items():
             if not name.startswith(prefix) or not isinstance(value, torch.Tensor):
-                self.left_out.append(name)
+                left_out.append(name)
                 continue
             short = name.removeprefix(prefix)
             first = places.setdefault(_place(opened, value), short)
             if first == short:
-                self.names[short] = name
+                tensors[short] = value
             else:
-                self.tied[short] = first
-        if not self.names:
+                tied[short] = first
+        if not tensors:
             raise CheckpointError(
                 f"no tensor in {opened.path} has a name that starts with {prefix!r}; there are "
-                f"{enumerate_names(list(self._tensors))}"
+                f"{enumerate_names(list(state))}"
             )
+        return cls(tensors, tied, left_out, dtype)
+
+    def written_dtype(self, name: str) -> torch.dtype:
+        """The dtype that a tensor is written in."""
+        own = self.tensors[name]
+        return self._dtype if self._dtype is not None and own.is_floating_point() else own.dtype
 
     def specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of what is written."""
-        return {
-            name: (tuple(self._tensors[own].shape), self._cast_to(self._tensors[own]))
-            for name, own in self.names.items()
-        }
+        return {name: (tuple(tensor.shape), self.written_dtype(name)) for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor, cast."""
-        value = self._tensors[self.names[name]]
-        tensor: torch.Tensor = value.read() if isinstance(value, StoredTensor) else value
-        return tensor.detach().to(self._cast_to(tensor))
-
-    def _cast_to(self, tensor: torch.Tensor) -> torch.dtype:
-        return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        """The tensor, whole and cast."""
+        return in_memory(self.tensors[name]).detach().to(self.written_dtype(name))
 
 
-def export_safetensors_file(weights: ToWrite, target: Path, *, overwrite: bool = False) -> None:
+def export_safetensors_file(weights: Weights, target: Path, *, overwrite: bool = False) -> None:
     """Write one safetensors file; further names of tied parameters are noted in its header.
 
     Raises:
@@ -116,7 +110,7 @@ def export_safetensors_file(weights: ToWrite, target: Path, *, overwrite: bool =
 
 
 def export_safetensors_folder(
-    weights: ToWrite,
+    weights: Weights,
     target: Path,
     *,
     stem: str = "model",
@@ -179,7 +173,10 @@ def export_ckpt(
         CheckpointError: The target exists.
     """
     content = {key: value for key, value in opened.content.items() if key != "optimizer_states"}
-    tensors = {name: _Cast(weights, name) for name in weights.names}
+    tensors = {
+        name: StoredTensor(name, shape, dtype, partial(weights.read, name))
+        for name, (shape, dtype) in weights.specs().items()
+    }
     content["state_dict"] = OrderedDict(
         (name, tensors[weights.tied.get(name, name)] if isinstance(value, torch.Tensor) else value)
         for name, value in opened.content["state_dict"].items()
@@ -193,29 +190,21 @@ def export_ckpt(
         _save_streaming(content, staged)
 
 
-class _Cast:
-    """A tensor of the model in what is about to be saved; the same object where names are tied."""
-
-    def __init__(self, weights: Weights, name: str) -> None:
-        self.shape, self.dtype = weights.specs()[name]
-        self.read = lambda: weights.read(name)
-
-
 def _save_streaming(content: dict[str, Any], file: Path) -> None:
     """``torch.save`` of a nest with tensors that are read while they are written."""
     leaves, _ = tree_flatten(content)
-    sources = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, _Cast))]
+    sources = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     room: dict[int, torch.Tensor] = {}
     for each in sources:  # not touched, so no memory is behind it
         room.setdefault(id(each), torch.empty(tuple(each.shape), dtype=each.dtype))
-    layout = tree_map_only((torch.Tensor, _Cast), lambda source: room[id(source)], content)
+    layout = tree_map_only(torch.Tensor, lambda source: room[id(source)], content)
     with torch.serialization.skip_data():
         torch.save(layout, file)
     num_records = sum(bool(re.search(r"/data/\d+$", name)) for name in zipfile.ZipFile(file).namelist())
     if num_records != len(room):
         # an object that is no container has tensors inside, whose place is not known: this needs the memory
-        everything = {id(source): _read(source) for source in sources}
-        torch.save(tree_map_only((torch.Tensor, _Cast), lambda source: everything[id(source)], content), file)
+        everything = {id(source): in_memory(source) for source in sources}
+        torch.save(tree_map_only(torch.Tensor, lambda source: everything[id(source)], content), file)
         return
     room.clear()
     del layout
@@ -226,12 +215,7 @@ def _save_streaming(content: dict[str, Any], file: Path) -> None:
     for source, target in zip(sources, targets, strict=True):
         if id(source) not in done:
             done.add(id(source))
-            target.copy_(_read(source))
-
-
-def _read(source: Any) -> torch.Tensor:
-    tensor: torch.Tensor = source.read() if isinstance(source, (StoredTensor, _Cast)) else source
-    return tensor
+            target.copy_(in_memory(source))
 
 
 def _place(opened: OpenedCheckpoint, value: torch.Tensor) -> Any:
@@ -255,18 +239,11 @@ def _new(target: Path, overwrite: bool) -> Iterator[Path]:
         raise CheckpointError(f"{target} exists; give another target, or --overwrite to replace it")
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = folder.staging_path(target)
-    _remove(staged)
+    folder.remove(staged)
     try:
         yield staged
         if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target)
         staged.replace(target)
     finally:
-        _remove(staged)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        folder.remove(staged)

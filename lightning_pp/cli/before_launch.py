@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_pp.split.unit_calls.units import most_units, owns_parameters
 from lightning_pp.strategy import PipelineParallelStrategy
-from lightning_pp.strategy.plan_only import look_at_cuts
+from lightning_pp.strategy.plan_only import FirstStep, look_at_first_step
 
 
 def can_be_cut(trainer: L.Trainer, model: L.LightningModule, data: Any, config: DictConfig) -> bool:
@@ -33,12 +33,15 @@ def can_be_cut(trainer: L.Trainer, model: L.LightningModule, data: Any, config: 
     strategy = trainer.strategy
     if not isinstance(strategy, PipelineParallelStrategy) or strategy.is_plain or not owns_parameters(model):
         return True
-    options = strategy.options
+    options, sizes = strategy.options, strategy.sizes
     if most_units(model, options.cut.units) >= strategy.fewest_stages:
         return True
-    look_at_cuts(
-        trainer_options(config), model, data, options, strategy.sizes, lambda cutter: cutter.split(cutter.placement())
-    )
+
+    def cut(step: FirstStep) -> None:
+        cutter = step.cutter(options, sizes)
+        cutter.split(cutter.placement())
+
+    look_at_first_step(trainer_options(config), model, data, cut)
     return False
 
 

@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import lightning_pp.conf  # noqa: F401  (importing it registers the schema)
-from lightning_pp.checkpoint import open_alone
+from lightning_pp.checkpoint import checkpoints_in, open_checkpoint
 from lightning_pp.checkpoint.reading.newest_good import verify
-from lightning_pp.checkpoint.storage.location import is_url, locate
+from lightning_pp.checkpoint.storage.location import is_url
 from lightning_pp.cli.problems import UserError
 from lightning_pp.errors import CheckpointError
 
@@ -27,7 +27,6 @@ from lightning_pp.errors import CheckpointError
 WHERE_IT_BEGINS = ("resume", "ckpt_path")
 _OWN_CONFIG = "lightning_pp.conf"
 _MOST_BYTES_COMPARED = 16 << 30
-_TABLE, _TRAINER_STATE = ".metadata", "meta.pt"
 
 
 @dataclass(frozen=True)
@@ -134,25 +133,31 @@ class EarlierRun:
     def has_saved(self) -> bool:
         """Whether there is a checkpoint, good or not, on this machine; or a URL, where nobody has looked."""
         places = list(self._places())
-        folders = [self.folder, *(Path(place) for place in places if not is_url(place))]
-        return any(is_url(place) for place in places) or any(
-            next(_checkpoints_under(folder), None) is not None for folder in folders
-        )
+        return any(map(is_url, places)) or bool(checkpoints_in(self.folder, *places))
 
     def newest_checkpoint(self) -> Position | None:
-        """The newest checkpoint of this run that a training can go on from; None if it has saved none.
+        """The newest good checkpoint with all that a training needs, by its time; None if the run has saved none.
+
+        Up to 16 GiB all bytes of one are compared with their checksums here. Larger ones have to be complete; they are
+        compared when the ranks read them.
 
         Raises:
-            UserError: No training can go on from any; or the run saves at a URL, which is not searched.
+            UserError: There are checkpoints, and none is good; or the run saves at a URL, which is not searched.
         """
-        places = list(self._places())
-        position = newest_checkpoint([self.folder, *(Path(place) for place in places if not is_url(place))])
-        urls = [place for place in places if is_url(place)]
-        if position is None and urls:
-            raise UserError(
-                f"The run {self.folder} saves at {urls[0]}. Name the checkpoint there: ckpt_path={urls[0]}/..."
-            )
-        return position
+        places, refused = list(self._places()), list[str]()
+        for location in checkpoints_in(self.folder, *(place for place in places if not is_url(place))):
+            path = Path(str(location))
+            try:
+                if _size_of(path) <= _MOST_BYTES_COMPARED:
+                    verify(path)
+                return replace(position_of(path), passed_over=tuple(refused))
+            except CheckpointError as error:
+                refused.append(f"{path}: {error}")
+        if refused:
+            raise UserError("The run has no checkpoint that can be resumed from:\n  " + "\n  ".join(refused))
+        for url in filter(is_url, places):
+            raise UserError(f"The run {self.folder} saves at {url}. Name the checkpoint there: ckpt_path={url}/...")
+        return None
 
     def _places(self) -> Iterator[str]:
         """Where the run saves, as far as its configuration names places outside of its folder."""
@@ -166,36 +171,13 @@ class EarlierRun:
                 yield place if is_url(str(place)) else str(self.working_folder / place)
 
 
-def newest_checkpoint(folders: Iterable[Path]) -> Position | None:
-    """The newest good checkpoint with all that a training needs in one of the folders, at any depth, by its time.
-
-    Up to 16 GiB all bytes of one are compared with their checksums here. Larger ones have to be complete; they are
-    compared when the ranks read them.
-
-    Raises:
-        UserError: There are checkpoints, and none of them is good.
-    """
-    found = {path.resolve(): path for folder in folders for path in _checkpoints_under(folder)}
-    refused: list[str] = []
-    for path in sorted(found.values(), key=_time_of, reverse=True):
-        try:
-            if _size_of(path) <= _MOST_BYTES_COMPARED:
-                verify(locate(path))
-            return replace(position_of(path), passed_over=tuple(refused))
-        except CheckpointError as error:
-            refused.append(f"{path}: {error}")
-    if refused:
-        raise UserError("The run has no checkpoint that can be resumed from:\n  " + "\n  ".join(refused))
-    return None
-
-
 def position_of(path: str | os.PathLike[str]) -> Position:
     """Where the training stands in a checkpoint, which is checked for being complete.
 
     Raises:
         CheckpointError: It is not complete, cannot be read, or has weights alone.
     """
-    content = open_alone(path).content
+    content = open_checkpoint(path).content
     if "loops" not in content:
         raise CheckpointError(f"{path} has only weights (save_weights_only), so training cannot be resumed from it.")
     progress: Mapping[str, Any] = content["loops"]["fit_loop"]["epoch_progress"]["current"]
@@ -212,29 +194,9 @@ def why_finished(config: DictConfig, position: Position) -> str | None:
     return None
 
 
-def _checkpoints_under(folder: Path) -> Iterator[Path]:
-    """Folders and files that may be checkpoints; what is hidden is a save that was interrupted."""
-    for parent, folders, files in os.walk(folder):
-        if _TABLE in files and _TRAINER_STATE in files:
-            folders.clear()
-            yield Path(parent)
-            continue
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(parent, name) for name in files if name.endswith(".ckpt") and not name.startswith("."))
-
-
 def _size_of(checkpoint: Path) -> int:
     files = checkpoint.iterdir() if checkpoint.is_dir() else [checkpoint]
     return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def _time_of(checkpoint: Path) -> float:
-    """When a save was done; what a link points to counts."""
-    last_written = checkpoint / _TABLE if checkpoint.is_dir() else checkpoint
-    try:
-        return last_written.stat().st_mtime
-    except FileNotFoundError:  # a link to what has been removed
-        return 0.0
 
 
 def _parsed(overrides: Iterable[str]) -> list[Override]:

@@ -42,13 +42,10 @@ def launched_from_outside() -> bool:
     return "LOCAL_RANK" in os.environ or any(variable in os.environ for variable in _GLOBAL_RANK_VARIABLES)
 
 
-def overrides_last(arguments: Sequence[str]) -> list[str]:
-    """The command line with its options before its overrides.
-
-    Hydra refuses overrides on both sides of an option, and Lightning's launcher appends some for its children.
-    """
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options of the command line, and its overrides."""
     overrides = [a for a in arguments if not a.startswith("-") and ("=" in a or a.startswith("~"))]
-    return [a for a in arguments if a not in overrides] + overrides
+    return [a for a in arguments if a not in overrides], overrides
 
 
 def arguments_of_this_rank(arguments: Sequence[str]) -> list[str]:
@@ -56,14 +53,16 @@ def arguments_of_this_rank(arguments: Sequence[str]) -> list[str]:
 
     Nothing is lost: Lightning broadcasts rank 0's checkpoint and log folders.
     """
+    # Hydra refuses overrides on both sides of an option, and Lightning's launcher appends some for its children
+    options, overrides = split_overrides(arguments)
     if is_rank_zero() or any(argument in ("-h", "--help", "--version", "-i", "--info") for argument in arguments):
-        return overrides_last(arguments)
+        return [*options, *overrides]
     quiet = ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
     if not any(argument.startswith("hydra.run.dir=") for argument in arguments):
         # Hydra writes a multirun.yaml whatever it is told: let it, where nobody looks.
         sweep_folder = tempfile.gettempdir()
         quiet += ["hydra.run.dir=.", f"hydra.sweep.dir='{sweep_folder}'", "hydra.sweep.subdir=."]
-    return [*overrides_last(arguments), *quiet]
+    return [*options, *overrides, *quiet]
 
 
 def num_processes_wanted(trainer_config: Any) -> int:

@@ -143,8 +143,8 @@ def _decide(arguments: Sequence[str], named: str | None, attempt: int, earlier: 
 
 
 def _going_on(run: EarlierRun, arguments: Sequence[str], attempt: int) -> list[str]:
-    options = [each for each in launch.overrides_last(arguments) if each not in _overrides_in(arguments)]
-    overrides = [each for each in _overrides_in(arguments) if _key(each) not in ("resume", "hydra.run.dir")]
+    options, overrides = launch.split_overrides(arguments)
+    overrides = [each for each in overrides if _key(each) not in ("resume", "hydra.run.dir")]
     _enter(run)
     composed = run.overrides_to_go_on(overrides)
     chosen = _value_of("ckpt_path", overrides) if attempt == 0 else None
@@ -200,10 +200,6 @@ def _folder_with_run(arguments: Sequence[str]) -> str | None:
     """The folder that ``hydra.run.dir`` names, if there is a run in it."""
     given = _value_of("hydra.run.dir", arguments)
     return given if given is not None and Path(given, ".hydra", "hydra.yaml").is_file() else None
-
-
-def _overrides_in(arguments: Sequence[str]) -> list[str]:
-    return [each for each in arguments if not each.startswith("-") and ("=" in each or each.startswith("~"))]
 
 
 def _key(override: str) -> str:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +24,30 @@ Prepare = Callable[[str], None]
 """Called in each process of a check with the check's title before it runs: for tests, which plant faults with it."""
 
 
+LONGEST_S = 175.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of the doctor.
+
+    Attributes:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        only: Names or titles of checks; empty for all.
+        is_quick: Whether checks do less.
+        longest_s: Seconds after which no check begins any more.
+        limit_s: The most seconds of one check, where that is less than its own limit.
+        prepare: Called in each process of a check before it, with the check's title.
+    """
+
+    device_type: str = "cpu"
+    only: Sequence[str] = ()
+    is_quick: bool = False
+    longest_s: float = LONGEST_S
+    limit_s: float = float("inf")
+    prepare: Prepare | None = None
+
+
 @dataclass(frozen=True)
 class Job:
     """What a process is started for.
@@ -32,23 +56,22 @@ class Job:
         check: Title of the check.
         rank: Global rank.
         environment: Variables that say who the process is, as torchrun sets them, and those of the check.
-        device_type: ``"cpu"`` or ``"cuda"``.
-        is_quick: Whether less is asked for.
+        options: What is asked of the doctor.
         folder: One that all ranks of the check see.
-        output: The file to print to.
-        prepare: See :data:`Prepare`.
         shares_device: Whether all ranks are on one device.
     """
 
     check: str
     rank: int
     environment: dict[str, str]
-    device_type: str
-    is_quick: bool
+    options: Options
     folder: Path
-    output: Path
-    prepare: Prepare | None
     shares_device: bool
+
+    @property
+    def output(self) -> Path:
+        """The file to print to."""
+        return self.folder / f"output-{self.rank}.txt"
 
 
 def run_rank(connection: Connection, job: Job) -> None:
@@ -81,7 +104,7 @@ def _run(connection: Connection, job: Job) -> object:
     if here == num_ranks:
         keep_gloo_on_loopback()
     device = torch.device("cpu")
-    if job.device_type == "cuda":
+    if job.options.device_type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         if job.shares_device:
@@ -89,13 +112,13 @@ def _run(connection: Connection, job: Job) -> object:
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (num_ranks if job.shares_device else here)))
     check = check_titled(job.check)
-    if job.prepare is not None:
-        job.prepare(job.check)
+    if job.options.prepare is not None:
+        job.options.prepare(job.check)
 
     def note(text: str) -> None:
         connection.send(("noted", text))
 
-    rank = Rank(job.rank, num_ranks, here, device, job.is_quick, job.folder, note)
+    rank = Rank(job.rank, num_ranks, here, device, job.options.is_quick, job.folder, note)
     return check.run(rank, **check.arguments)
 
 

@@ -22,9 +22,10 @@ import torch
 from rich.console import Console
 
 from lightning_pp.doctor.checks import all_checks
+from lightning_pp.doctor.child import LONGEST_S, Options
 from lightning_pp.doctor.findings import Status
 from lightning_pp.doctor.report import print_report, worst_of, write_json
-from lightning_pp.doctor.run import LONGEST_S, Options, examine
+from lightning_pp.doctor.run import examine
 from lightning_pp.doctor.teams import LauncherTeam, Team, is_launched, team_of
 from lightning_pp.versions import version_line
 

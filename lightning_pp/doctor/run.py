@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from lightning_pp.doctor.checks import all_checks
-from lightning_pp.doctor.child import Job, Prepare
+from lightning_pp.doctor.child import Job, Options
 from lightning_pp.doctor.findings import Check, Finding, Row, Status
 from lightning_pp.doctor.processes import GRACE_S, run_processes
 from lightning_pp.doctor.teams import Team
-
-LONGEST_S = 175.0
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is asked of the doctor.
-
-    Attributes:
-        device_type: ``"cpu"`` or ``"cuda"``.
-        only: Names or titles of checks; empty for all.
-        is_quick: Whether checks do less.
-        longest_s: Seconds after which no check begins any more.
-        limit_s: The most seconds of one check, where that is less than its own limit.
-        prepare: Called in each process of a check before it, with the check's title.
-    """
-
-    device_type: str = "cpu"
-    only: Sequence[str] = ()
-    is_quick: bool = False
-    longest_s: float = LONGEST_S
-    limit_s: float = float("inf")
-    prepare: Prepare | None = None
 
 
 def examine(team: Team, options: Options, tell: Callable[[str], None] = lambda title: None) -> list[Row]:
@@ -73,17 +49,7 @@ def _rows(number: int, check: Check, team: Team, options: Options, limit_s: floa
         return [Row(check.title, check.shows, finding, 0.0)]
     folder.mkdir(parents=True, exist_ok=True)  # on a host that does not see the leader's
     jobs = [
-        Job(
-            check.title,
-            rank,
-            environment,
-            options.device_type,
-            options.is_quick,
-            folder,
-            folder / f"output-{rank}.txt",
-            options.prepare,
-            team.shares_device,
-        )
+        Job(check.title, rank, environment, options, folder, team.shares_device)
         for rank, environment in of_ranks.items()
     ]
     mine = run_processes(jobs, limit_s, None if check.judge_ends is not None else GRACE_S)

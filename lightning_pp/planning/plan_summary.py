@@ -130,11 +130,7 @@ def summarize_cut(split: SplitModel) -> CutSummary:
     """Describes how a model was cut."""
     num_stages, plan = split.placement.num_stages, split.step_plan()
     parameters = [split.fake_parameters.names[name] for name in split.owners]
-    in_units = {
-        split.fake_parameters.canonical_names[f"{name}.{key}"]
-        for name, unit in split.units.items()
-        for key, _ in unit.named_parameters(remove_duplicate=False)
-    }
+    in_units = split.fake_parameters.unit_of_parameters(split.units)
     return CutSummary(
         tuple(_summarize_stage(split, stage, in_units) for stage in range(num_stages)),
         tuple(_summarize_edge(split, edge) for edge in plan.edges),

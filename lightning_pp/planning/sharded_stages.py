@@ -103,7 +103,6 @@ def make_units(
         mp_policy=MixedPrecisionPolicy(dtypes.compute, dtypes.gradient, cast_forward_inputs=False),
         replicated=direct,
         reshard_after_use=settings.mode == "full_shard",
-        max_pending_reductions=max(1, len(units)),
         cpu_offload=settings.cpu_offload,
         before_sharding=before_sharding,
         clock=clock,

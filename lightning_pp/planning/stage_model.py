@@ -19,7 +19,7 @@ from lightning_pp.planning.steps.plans import StepPlanCache
 from lightning_pp.planning.tensor_parts import Call, OnParts, TensorRanks, arguments_noted, cut_on_parts
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.schedule import Placement
-from lightning_pp.split.cut.partition import Partition, partition_units
+from lightning_pp.split.cut.partition import Partition
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.dry_run.weight_updates import Updates
 from lightning_pp.split.fakes.materialize import materialize_buffers
@@ -365,8 +365,7 @@ def assign_stages(
     recording: RecordedModel,
     *,
     placement: Placement,
-    split_points: Sequence[str] | None = None,
-    partition: Partition | None = None,
+    partition: Partition,
     updates: Updates = MappingProxyType({}),
 ) -> SplitModel:
     """Assigns the units to stages and the parameters to owners.
@@ -374,12 +373,11 @@ def assign_stages(
     Args:
         recording: The model.
         placement: Which rank holds which stages.
-        split_points: Units that start a stage, or None to balance.
-        partition: Which stage each unit is on, where that is decided; ``split_points`` means nothing then.
+        partition: Which stage each unit is on.
         updates: Parameters that hooks write into, and those that they compute their new values from.
 
     Raises:
-        ConfigurationError, SplitError: As :func:`partition_units` and :func:`build_plan` say.
+        SplitError: As :func:`build_plan` says.
     """
     module, units, fake_parameters, record = (
         recording.module,
@@ -387,10 +385,6 @@ def assign_stages(
         recording.fake_parameters,
         recording.record,
     )
-    if partition is None:
-        partition = partition_units(
-            record, placement=placement, num_parameters=recording.num_parameters, split_points=split_points
-        )
     if record.failure is None:  # what cannot be cut is raised before anything changes
         build_plan(record, partition.stage_of_unit, placement.num_stages)
     places = places_of(recording, partition, updates)
@@ -444,7 +438,7 @@ def places_of(recording: RecordedModel, partition: Partition, updates: Updates =
         for other in others:
             if missing := set(owners[name]) - set(owners[other]):
                 direct.setdefault(other, set()).update(missing)
-    in_units = set(_unit_of(fake_parameters, units))
+    in_units = set(fake_parameters.unit_of_parameters(units))
     for name in _kept_whole_with_others([updates, record.updates], direct, in_units):
         direct.setdefault(name, set())
     return Places(partition, _owners(fake_parameters, units, record, partition, direct), frozenset(direct))
@@ -458,7 +452,7 @@ def parameter_sizes_of(recording: RecordedModel, places: Places) -> tuple[Parame
 def _colocate_averaged_copies(recording: RecordedModel, partition: Partition, updates: Updates) -> Partition:
     """Moves units that the step does not call (an averaged copy of the model) to the stages of what they follow."""
     called = recording.record.first_calls()
-    unit_of = _unit_of(recording.fake_parameters, recording.units)
+    unit_of = recording.fake_parameters.unit_of_parameters(recording.units)
     stages = dict(partition.stage_of_unit)
     for name, others in updates.items():
         unit = unit_of.get(name)
@@ -468,18 +462,9 @@ def _colocate_averaged_copies(recording: RecordedModel, partition: Partition, up
     return replace(partition, stage_of_unit=stages)
 
 
-def _unit_of(fake_parameters: FakeParameters, units: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Canonical names of the parameters in units to their unit."""
-    return {
-        fake_parameters.canonical_names[f"{unit}.{key}"]: unit
-        for unit, module in units.items()
-        for key, _ in module.named_parameters(remove_duplicate=False)
-    }
-
-
 def _outside_units(fake_parameters: FakeParameters, units: Mapping[str, nn.Module]) -> set[str]:
     """Canonical names of the parameters of no unit."""
-    return set(fake_parameters.canonical_names.values()) - set(_unit_of(fake_parameters, units))
+    return set(fake_parameters.canonical_names.values()) - set(fake_parameters.unit_of_parameters(units))
 
 
 def _num_parameters(units: Mapping[str, nn.Module]) -> dict[str, int]:

@@ -56,14 +56,6 @@ class GatherPlan(Generic[Item]):
         """How often an item is gathered."""
         return sum(len(step.gathers) for step in self.steps)
 
-    def held_bytes(self, num_bytes: Mapping[Item, int]) -> list[int]:
-        """What is gathered, or being gathered, during each use."""
-        held, found = 0, []
-        for step in self.steps[:-1]:
-            held += sum(num_bytes[item] for item in step.gathers) - sum(num_bytes[item] for item in step.frees)
-            found.append(held)
-        return found
-
 
 @dataclass
 class _Stay:

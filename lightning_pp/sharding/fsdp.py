@@ -10,13 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule.sharding import UnitPlan
 from lightning_pp.sharding._torch_private import shard_together
 from lightning_pp.sharding.units.collective_times import CollectiveClock
 from lightning_pp.sharding.units.gather_on_use import GatherOnUse
 from lightning_pp.sharding.units.group import UnitGroup, gathered_bytes, slots_of
-from lightning_pp.sharding.units.grouping import check_mesh, groups_sharing_parameters, never_sharded
+from lightning_pp.sharding.units.grouping import groups_sharing_parameters, never_sharded
 from lightning_pp.sharding.units.reduction import GradientReduction, finish_all
 from lightning_pp.sharding.units.undo import UnitsBefore
 from lightning_pp.sharding.units.windows import UnitWindows
@@ -59,7 +58,6 @@ class ShardedUnits:
         reshard_after_use: Free the gathered parameters after each forward and each backward of a unit (memory of one
             unit at a time, a gather for each F and each I). Otherwise they stay until the unit is reduced.
         mp_policy: dtypes of computation and reduction. Inputs and outputs of units are cast as FSDP2 does.
-        max_pending_reductions: How many units' flat gradients may wait for their collective at a time.
         cpu_offload: Keep shards, their gradients and so the optimizer's state on the host, as FSDP2's
             ``CPUOffloadPolicy``: a gather copies the shard to the device first, a reduction ends with a copy to the
             host, and the optimizer steps there.
@@ -68,8 +66,7 @@ class ShardedUnits:
         clock: Times gathers and reductions; None: nobody looks.
 
     Raises:
-        ConfigurationError: The mesh has neither one nor two named dimensions; a unit contains another; a parameter is
-            sharded already; the trainable parameters of a unit differ in dtype.
+        ConfigurationError: A unit contains another, or the trainable parameters of a unit differ in dtype.
     """
 
     def __init__(
@@ -80,18 +77,13 @@ class ShardedUnits:
         replicated: Collection[nn.Parameter] = (),
         reshard_after_use: bool = False,
         mp_policy: MixedPrecisionPolicy | None = None,
-        max_pending_reductions: int = 2,
         cpu_offload: bool = False,
         before_sharding: Callable[[Mapping[str, nn.Module]], None] | None = None,
         clock: CollectiveClock | None = None,
     ) -> None:
-        check_mesh(mesh)
-        if max_pending_reductions < 1:
-            raise ConfigurationError(f"max_pending_reductions={max_pending_reductions}; it must be at least 1")
         self.mesh = mesh
         self.reshard_after_use = reshard_after_use
         self.mp_policy = mp_policy or MixedPrecisionPolicy()
-        self._max_pending = max_pending_reductions
         self._cpu_offload = cpu_offload
         self._device = _device_of(mesh)
         self._clock = clock or CollectiveClock(self._device)
@@ -217,7 +209,7 @@ class ShardedUnits:
             return
         for reduction in self._reductions:
             reduction.let_go()
-        while self._reductions and (len(self._reductions) >= self._max_pending or self._reductions[0].is_done):
+        while self._reductions and self._reductions[0].is_done:
             finish_all([self._reductions.pop(0)])
         dtype = self.mp_policy.reduce_dtype or slots[0].registered.dtype
         self._reductions.append(

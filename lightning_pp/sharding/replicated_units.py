@@ -11,15 +11,14 @@ from torch import nn
 
 from lightning_pp.sharding.gradients.replicated import ReplicatedGradients, finish_all
 from lightning_pp.sharding.units.collective_times import CollectiveClock
-from lightning_pp.sharding.units.flat import DEFAULT_BUCKET_BYTES
 from lightning_pp.sharding.units.grouping import groups_sharing_parameters
 
 
 class ReplicatedUnits:
     """As :class:`~lightning_pp.sharding.fsdp.ShardedUnits`, with nothing to gather: the units of one rank's stages.
 
-    The gradients of a unit are averaged over the data-parallel ranks by all-reduces of at most ``bucket_bytes``, one
-    for a unit of usual size, which :meth:`reduce` starts and :meth:`end_of_batch` waits for.
+    The gradients of a unit are averaged over the data-parallel ranks by all-reduces, one for a unit of usual size,
+    which :meth:`reduce` starts and :meth:`end_of_batch` waits for.
 
     **All ranks of the group must reduce the same units in the same order.** Every unit is reduced once in every step,
     with zeros where a gradient is missing; a parameter to which no rank has a gradient ends with ``grad=None``.
@@ -28,7 +27,6 @@ class ReplicatedUnits:
         units: The units by name. Units that share a parameter are reduced together.
         group: The data-parallel ranks, which hold the same values.
         replicated: Parameters that somebody else reduces, as those used outside their unit.
-        bucket_bytes: How much one collective carries.
         dtype: The dtype of the sum; None: that of each parameter.
         clock: Times the collectives; None: nobody looks.
 
@@ -42,7 +40,6 @@ class ReplicatedUnits:
         group: dist.ProcessGroup | None = None,
         *,
         replicated: Collection[nn.Parameter] = (),
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         dtype: torch.dtype | None = None,
         clock: CollectiveClock | None = None,
     ) -> None:
@@ -50,9 +47,7 @@ class ReplicatedUnits:
         self._together: dict[str, tuple[frozenset[str], ReplicatedGradients]] = {}
         for names in groups_sharing_parameters(units, others):
             parameters = [p for name in names for p in units[name].parameters() if p not in others]
-            gradients = ReplicatedGradients(
-                parameters, group, bucket_bytes=bucket_bytes, dtype=dtype, clock=clock, unit=names[0]
-            )
+            gradients = ReplicatedGradients(parameters, group, dtype=dtype, clock=clock, unit=names[0])
             for name in names:
                 self._together[name] = (frozenset(names), gradients)
         self.names = tuple(units)

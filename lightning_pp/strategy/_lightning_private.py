@@ -328,15 +328,6 @@ def hook_that_logs_kept(trainer: pl.Trainer) -> AbstractContextManager[None]:
     return _kept(trainer._logger_connector, "_current_fx")
 
 
-@uses(*(f"lightning.pytorch.LightningModule.{name}" for name in ("_current_fx_name", "_metric_attributes")))
-@contextmanager
-def logging_from(module: pl.LightningModule, hook: str) -> Iterator[None]:
-    """Within, ``module.log`` takes its caller for ``hook``; afterwards nothing shows of its calls but their results."""
-    with _kept(module, "_current_fx_name"), _kept(module, "_metric_attributes"), hook_that_logs_kept(module.trainer):
-        module._current_fx_name = hook
-        yield
-
-
 # ---------------------------------------------------------------- callbacks
 
 

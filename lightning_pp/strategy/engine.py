@@ -20,7 +20,7 @@ from lightning_pp.schedule import Schedule, StageCosts
 from lightning_pp.sharding import CollectiveTimes
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.run import DryRun
-from lightning_pp.strategy.autotune.compiled_backward import compiled_units
+from lightning_pp.strategy.autotune.compiled_backward import compiled_units, tell_of_compiled
 from lightning_pp.strategy.autotune.plan_facts import model_facts, plan_facts
 from lightning_pp.strategy.autotune.profiling import TunedPrograms
 from lightning_pp.strategy.batch.checks import BatchChecks
@@ -32,7 +32,6 @@ from lightning_pp.strategy.lightning.gradient_norms import GradientNorms
 from lightning_pp.strategy.parameters.finite_gradients import FiniteGradients
 from lightning_pp.strategy.parameters.gradients import StageGradients
 from lightning_pp.strategy.parameters.precision import scaled, step_dtypes
-from lightning_pp.strategy.results.finite_losses import LossCheck
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, loss_of, none_refused
 from lightning_pp.strategy.results.reports import BatchReport, ReportedBatch
@@ -128,8 +127,7 @@ class PipelineEngine:
         self.finite = FiniteGradients(
             self._options.batches.on_nonfinite, self.split, self.rank, self.device, lambda: self._trainer
         )
-        compiled = compiled_units(self.split, self.rank, self.groups, surroundings.compile_options)
-        self._compiled_units, self._compiled_backward = compiled
+        self._compiled_units = compiled_units(self.split, self.rank, surroundings.compile_options)
         self._executor = self._new_executor()
         self._connection.align_generators()
 
@@ -204,8 +202,6 @@ class PipelineEngine:
         if failed:
             self.has_failed = True  # drops this rank's part of the step
             self._programs.start_over()
-            if self._compiled_backward is not None:
-                self._compiled_backward.start_over()
             if self.device.type == "cpu":
                 self._executor = self._new_executor()
             self._connection.align_generators()
@@ -285,8 +281,9 @@ class PipelineEngine:
         if call.training and self.has_failed:
             self.gradients.abandon()
             self.has_failed = False
-        if call.training and self._compiled_backward is not None:
-            self._compiled_backward.report()
+        if call.training and self._compiled_units is not None and self.num_batches_trained == 1:
+            splits_backward = self.last_training_step is not None and self.last_training_step[0].splits_backward
+            tell_of_compiled(self.groups, self._compiled_units, splits_backward=splits_backward)
         self._comparison.compare(call, batch)
         with self._model.cutter.noted(batch, len(microbatches)):
             is_checked = self._checks.check(call, batch, microbatches, self._seed)
@@ -357,27 +354,23 @@ class PipelineEngine:
         self.last_training_step = (schedule, timer)
         self.last_collectives = self.gradients.clock.times()
         self._programs.note(timer, run.microbatches, run.plans)
-        if self._compiled_backward is not None:
-            self._compiled_backward.note(schedule)
         self.last_num_samples = run.num_samples
         # a product's backward is two of its size
         self.last_model_flops = 3.0 * sum(plan.record.forward_flops for plan in run.plans) if self.is_timed else 0.0
         self.num_batches_trained += 1
 
     def _begin_report(self, run: BatchRun) -> BatchReport:
-        losses = None
+        where, raises = None, self.finite.mode == "error"
         if run.call.training and self.finite.mode != "ignore":
             stage = self.split.partition.num_stages - 1
             where = f"{self.finite.where()}, on rank {self.mesh.get_rank()} (stage {stage}, the last)"
-            losses = LossCheck(self.finite.mode == "error", where, run.whole is not None)
         return BatchReport(
             self._connection.messages,
             run.logs,
             run.merged,
-            batch=ReportedBatch(run.weights, run.num_samples, self._comparison.take()),
+            batch=ReportedBatch(run.weights, run.num_samples, self._comparison.take(), where, raises),
             device=self.device,
             metrics=self.metrics,
-            losses=losses,
             trainer=self._trainer,
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from lightning_pp.distributed.sizes import Auto
 from lightning_pp.errors import ConfigurationError
@@ -25,20 +25,6 @@ from lightning_pp.split.data.microbatch import BatchDim, SplitBatch
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 
 
-class CheckpointOptions(NamedTuple):
-    """The strategy's arguments that concern checkpoints.
-
-    Attributes:
-        is_sharded: Whether they are folders.
-        in_background: Whether they are written while training goes on.
-        initial_weights: What to start from.
-    """
-
-    is_sharded: bool
-    in_background: bool
-    initial_weights: str | Path | None
-
-
 @dataclass(frozen=True)
 class RunOptions:
     """The strategy's arguments that concern a run, and not the plan of its pipeline.
@@ -46,7 +32,9 @@ class RunOptions:
     Attributes:
         compile: True, or options of ``torch.compile``.
         meta_init: Whether parameters are made without memory.
-        checkpoints: What is said of checkpoints.
+        save_distributed_checkpoint: Whether checkpoints are folders.
+        async_checkpoint: Whether they are written while training goes on.
+        initial_weights: What to start from.
         deadlock_seconds: The run ends if all ranks have waited so long.
         preemption_seconds: How long a batch may take to begin, after a signal.
 
@@ -56,7 +44,9 @@ class RunOptions:
 
     compile: bool | Mapping[str, Any]
     meta_init: bool
-    checkpoints: CheckpointOptions
+    save_distributed_checkpoint: bool
+    async_checkpoint: bool
+    initial_weights: str | Path | None
     deadlock_seconds: float
     preemption_seconds: float
 
@@ -74,8 +64,7 @@ class RunOptions:
     @property
     def needs_engine(self) -> bool:
         """Whether something is asked for that a pipeline's engine does with one stage too."""
-        _, in_background, initial_weights = self.checkpoints
-        return bool(self.compile or self.meta_init or in_background or initial_weights is not None)
+        return bool(self.compile or self.meta_init or self.async_checkpoint or self.initial_weights is not None)
 
 
 class StrategyOptions(MeshStrategy):
@@ -165,7 +154,7 @@ class StrategyOptions(MeshStrategy):
             Names or patterns: those units. A policy, or a list of operations whose outputs are saved,
             as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them: repeated blocks.
         activation_offload: Keep activations on the host (pinned on CUDA) between forward and backward, where both
-            copies have time beside the computation, by ``costs`` or FLOPs, at 40 GiB/s each way.
+            copies have time beside the computation, by ``costs``, or by what the first batches took.
         save_distributed_checkpoint: True: every rank writes its shard, into a folder that loads under any other layout.
             False: one ``.ckpt`` file, from which a plain ``Trainer()`` on one device resumes.
         async_checkpoint: Write checkpoints while training continues; see :meth:`wait_for_checkpoint`.
@@ -259,8 +248,8 @@ class StrategyOptions(MeshStrategy):
         cut = CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units), split_head)
         of_ranks = activation_checkpointing, device_memory_gib, tensor_parallel_plan, sequence_parallel
         self.options = PipelineOptions(order, batches, cut, shards, *of_ranks)
-        checkpoints = CheckpointOptions(save_distributed_checkpoint, async_checkpoint, initial_weights)
-        self.run_options = RunOptions(compile, meta_init, checkpoints, deadlock_seconds, preemption_seconds)
+        checkpoints = save_distributed_checkpoint, async_checkpoint, initial_weights
+        self.run_options = RunOptions(compile, meta_init, *checkpoints, deadlock_seconds, preemption_seconds)
         self._begin()
 
     def _begin(self) -> None:

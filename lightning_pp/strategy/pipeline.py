@@ -118,7 +118,7 @@ class HeldPipeline:
         if is_fitting:
             finetune_whole_module(trainer, self._of_all_parameters)
             average_own_part(trainer, module, self._checkpoints)
-        if is_new and (path := strategy.run_options.checkpoints.initial_weights) is not None:
+        if is_new and (path := strategy.run_options.initial_weights) is not None:
             self._checkpoints.load_initial_weights(path)
 
     def _prepare_fit(self, trainer: pl.Trainer, optimizers: list[Optimizer]) -> None:

@@ -63,15 +63,11 @@ class FirstStep:
     optimizer: Optimizer | None
     device: PlannedDevice = PLANNED_ON_CPU
 
-    def microbatches(self, options: PipelineOptions, sizes: ParallelSizes) -> list[Microbatch]:
-        """What training would cut the batch into."""
-        return BatchCutter(options, sizes.pipeline, self.module).cut(self.batch, for_training=True)
-
     def cutter(
         self,
         options: PipelineOptions,
         sizes: ParallelSizes,
-        microbatches: Sequence[Microbatch],
+        microbatches: Sequence[Microbatch] | None = None,
         recordings: Sequence[tuple[int, RecordedModel]] = (),
         *,
         refines: bool = True,
@@ -81,10 +77,12 @@ class FirstStep:
         Args:
             options: What the user says of the pipeline.
             sizes: Of the pipeline.
-            microbatches: Of a batch.
+            microbatches: Of a batch; None: what training would cut the first batch into.
             recordings: As of :class:`ModelCutter`.
             refines: As of :class:`ModelCutter`.
         """
+        if microbatches is None:
+            microbatches = BatchCutter(options, sizes.pipeline, self.module).cut(self.batch, for_training=True)
         arguments = first_arguments(self.module, "training_step")
         first, precision = microbatches[0].data, self.precision
         step = recorded_step(
@@ -140,36 +138,6 @@ class DryStrategy(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         """Nothing: there is nothing on a device."""
-
-
-def look_at_cuts(
-    trainer_options: dict[str, Any],
-    module: pl.LightningModule,
-    data: Any,
-    options: PipelineOptions,
-    sizes: ParallelSizes,
-    look: Callable[[ModelCutter], _T],
-    device: PlannedDevice = PLANNED_ON_CPU,
-) -> _T:
-    """As :func:`look_at_first_step`, for one pipeline.
-
-    Args:
-        trainer_options: Arguments of the trainer; those about devices, loggers and outputs are replaced.
-        module: The user's module.
-        data: The user's data, a LightningDataModule or a loader; None if the module has its own.
-        options: What the user says of the pipeline.
-        sizes: Of the pipeline.
-        look: Is given the cutter, while the trainer is there.
-        device: What is planned for.
-
-    Returns:
-        What ``look`` returned.
-    """
-
-    def cut(step: FirstStep) -> _T:
-        return look(step.cutter(options, sizes, step.microbatches(options, sizes)))
-
-    return look_at_first_step(trainer_options, module, data, cut, device)
 
 
 def look_at_first_step(

@@ -12,6 +12,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_pp.collector import collector_paused
 from lightning_pp.long_tasks import LongTask
 from lightning_pp.planning.activation_checkpointing import AUTO
 from lightning_pp.planning.memory.limit import DeviceMemory
@@ -99,6 +100,7 @@ class PipelineSetup:
         self._recomputed: list[str] = []
         self._update_hooks: UpdateHooks
 
+    @collector_paused()
     def lay_out(
         self,
         batch: Any,

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 import lightning_pp.checkpoint as stored
 from lightning_pp.checkpoint.storage.folder import checkpoint_at
 from lightning_pp.checkpoint.storage.location import is_folder
+from lightning_pp.collector import collector_paused
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import StageCosts
 from lightning_pp.strategy._lightning_private import accumulates, trainer_of
@@ -52,8 +53,8 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         self.runs_no_batch = False
         """Whether the run under way is over no batches (``limit_val_batches=0``), so that there is no pipeline yet."""
         self._checkpoints = Checkpoints(
-            is_sharded=self.run_options.checkpoints.is_sharded,
-            in_background=self.run_options.checkpoints.in_background,
+            is_sharded=self.run_options.save_distributed_checkpoint,
+            in_background=self.run_options.async_checkpoint,
             timeout=self.timeout,
             is_interrupted=self._may_ranks_be_apart,
         )
@@ -150,7 +151,8 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
     @with_stages
     def setup_environment(self) -> None:
         """Joins the process group; callbacks that would copy the whole module are told not to."""
-        import_module("lightning_pp.strategy.engine")  # while the processes start that this one has launched
+        with collector_paused():
+            import_module("lightning_pp.strategy.engine")  # while the processes start that this one has launched
         super().setup_environment()
         self._watch.start()
         leave_averages_to_strategy(self._trainer)

@@ -17,6 +17,7 @@ from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Placement, Schedule
 from lightning_pp.sharding import CollectiveSums, CollectiveTimes
 from lightning_pp.split.cut.partition import Partition
+from lightning_pp.telemetry.diagnosis.evidence import PlanFacts
 from lightning_pp.telemetry.gathering import gather, gather_timeline
 from lightning_pp.telemetry.memory import read_memory_gib, read_peak_memory_gib
 from lightning_pp.telemetry.reading import RankReading, StepPrediction
@@ -57,6 +58,7 @@ class MeasurablePipeline(Protocol):
         last_model_flops: Operations of its forward and backward, over all stages, without what is computed again.
         is_timed: Whether times are taken from the next batch on.
         label: Makes a context around each action of its name, for a profiler; None for none.
+        is_settled: Whether the schedule will stay as it is; the same on every rank.
     """
 
     rank: int
@@ -75,6 +77,11 @@ class MeasurablePipeline(Protocol):
 
     @property
     def groups(self) -> ControlGroups: ...
+
+    @property
+    def is_settled(self) -> bool: ...
+
+    def plan_facts(self) -> PlanFacts: ...
 
     def prediction_of(self, schedule: Schedule) -> StepPrediction: ...
 

@@ -20,8 +20,14 @@ from pool import fork_context
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_pp.checkpoint import BackgroundSaver, ParameterCatalog, RankPart, make_stager, prepare_save
-from lightning_pp.checkpoint.reading.alone import open_alone
+from lightning_pp.checkpoint import (
+    BackgroundSaver,
+    ParameterCatalog,
+    RankPart,
+    make_stager,
+    open_checkpoint,
+    prepare_save,
+)
 from lightning_pp.checkpoint.storage.folder import staging_path
 from lightning_pp.errors import CheckpointError
 
@@ -126,7 +132,7 @@ def run_until_killed(folder: Path, mode: str, moment: float, victims: list[int])
 
 def version_at(path: Path) -> int:
     """The version of a whole checkpoint, after reading every tensor in it."""
-    opened = open_alone(path, weights_only=True)
+    opened = open_checkpoint(path, weights_only=True)
     version = opened.content["version"]
     for value in opened.content["state_dict"].values():
         assert value.shape == (WIDTH, WIDTH) and bool((value == version).all())
@@ -156,7 +162,7 @@ def check_a_killed_save(folder: Path, number: int, count: int) -> str:
             assert version_at(path_of(folder, last, mode)) == last
         else:
             with pytest.raises(CheckpointError, match="does not exist"):
-                open_alone(path_of(folder, last, mode))
+                open_checkpoint(path_of(folder, last, mode))
     unfinished = staging_path(path_of(folder, last, mode))
     if unfinished.exists() and not finished:
         try:

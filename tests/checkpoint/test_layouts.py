@@ -13,7 +13,7 @@ from pool import WorkerPool
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_pp.checkpoint.ownership.ranks import Ranks, gather_to_root
+from lightning_pp.checkpoint.ownership.ranks import Ranks, gather_entries
 
 TRAINER_STATE = {"epoch": 3, "loops": {"fit_loop": [1, 2]}, "hyper_parameters": {"name": Path("a")}}
 
@@ -139,7 +139,7 @@ def test_optimizer_state_of_any_form(pool: WorkerPool, tmp_path: Path, single_fi
 
 def exchange() -> dict[Any, Any]:
     ranks = Ranks.from_mesh(init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "data_parallel")))
-    return gather_to_root({(ranks.pipeline_rank, key): value for key, value in odd_values().items()}, ranks)
+    return gather_entries({(ranks.pipeline_rank, key): value for key, value in odd_values().items()}, ranks)
 
 
 def odd_values() -> dict[str, Any]:

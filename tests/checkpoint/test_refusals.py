@@ -213,10 +213,6 @@ def test_names_that_appear_after_the_split(pool: WorkerPool, tmp_path: Path) -> 
 def test_catalog_contradictions() -> None:
     module = build()
     names = tuple(module.state_dict())
-    with pytest.raises(ValueError, match=r"names have no owning pipeline rank: temperature, embedding\.weight"):
-        ParameterCatalog.from_module(module, lambda name: ())
-    with pytest.raises(ValueError, match="tied names that the state_dict does not have: nobody"):
-        ParameterCatalog(names, dict.fromkeys(names, (0,)), {}, {"nobody": "temperature"})
     catalog = ParameterCatalog.from_module(module, lambda name: (0,))
     assert catalog.canonical == {"head.weight": "embedding.weight"}
     assert catalog.names == names

@@ -31,7 +31,7 @@ class Once(Callback):
 
 def test_overrides_may_stand_on_both_sides_of_an_option() -> None:
     arguments = ["a=1", "--config-dir", "mine", "+b=[x, y]", "-m", "~c"]
-    assert launch.overrides_last(arguments) == ["--config-dir", "mine", "-m", "a=1", "+b=[x, y]", "~c"]
+    assert launch.split_overrides(arguments) == (["--config-dir", "mine", "-m"], ["a=1", "+b=[x, y]", "~c"])
 
 
 @pytest.mark.parametrize(

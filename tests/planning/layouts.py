@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, record_model
+from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, SplitModel, assign_stages, record_model
 from lightning_pp.planning.tuning import Layout, LayoutRequest, best_layout, choose_cuts, layout_of
+from lightning_pp.schedule import Placement
+from lightning_pp.split.cut.partition import partition_units
 from lightning_pp.split.record.step_record import StepRecord
 
 
@@ -35,3 +37,15 @@ def recorded_training(
         how=how or RecordingOptions(),
         like=like,
     )
+
+
+def split_model(recording: RecordedModel, num_stages: int, split_points: Sequence[str] | None = None) -> SplitModel:
+    """One stage on each rank, balanced or cut at ``split_points``."""
+    placement = Placement.interleaved(num_stages)
+    partition = partition_units(
+        recording.record,
+        placement=placement,
+        num_parameters=recording.num_parameters,
+        split_points=split_points,
+    )
+    return assign_stages(recording, placement=placement, partition=partition)

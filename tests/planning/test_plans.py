@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import split_model
 from small_models import Blocks
 from torch import Tensor, nn
 
-from lightning_pp.planning.stage_model import assign_stages, record_model
+from lightning_pp.planning.stage_model import record_model
 from lightning_pp.planning.steps.plans import StepPlanCache, key_of, signature_of
 from lightning_pp.planning.steps.state import AttributesOutsideUnits, StepState, holds_objects
-from lightning_pp.schedule import Placement
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.reductions.facts import Facts
 from lightning_pp.split.reductions.recording import EarlierRun
@@ -31,7 +31,7 @@ class Steps:
         self.num_units_called = 0
         self.module = module or Blocks()
         self.module.depth = 2
-        split = assign_stages(
+        split = split_model(
             record_model(
                 self.module,
                 device=torch.device("cpu"),
@@ -40,7 +40,7 @@ class Steps:
                 patterns=None,
                 num_stages=2,
             ),
-            placement=Placement.interleaved(2),
+            2,
         )
         self.record = split.record
         self.cache: StepPlanCache = split.plans

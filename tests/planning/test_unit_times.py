@@ -18,8 +18,8 @@ from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_model import RecordedModel, record_model
+from lightning_pp.planning.steps.plans import UnrecordedRun
 from lightning_pp.planning.tuning import Layout, LayoutRequest
-from lightning_pp.planning.unit_times.alone import StepAlone
 from lightning_pp.planning.unit_times.measure import UnitTimes, run_each_once
 from lightning_pp.split.cut.unit_costs import stage_costs
 from lightning_pp.split.fakes.parameters import has_data
@@ -191,10 +191,10 @@ def test_planned_stages_take_what_they_are_measured_to_take(measured: tuple[Net,
 
 def test_a_step_that_writes_into_its_batch_gets_a_copy_each_time() -> None:
     batch = {"ids": torch.zeros(3)}
-    copy = StepAlone(edits_batch=True).own(batch)
+    copy = UnrecordedRun(copies_batch=True).own(batch)
     copy["ids"] += 1
     assert batch["ids"].sum() == 0
-    assert StepAlone(edits_batch=False).own(batch)["ids"].data_ptr() == batch["ids"].data_ptr()
+    assert UnrecordedRun(copies_batch=False).own(batch)["ids"].data_ptr() == batch["ids"].data_ptr()
 
 
 class Fragile(Short):

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from layouts import split_model
 from torch import Tensor, nn
 
-from lightning_pp.planning.stage_model import SplitModel, assign_stages, record_model
+from lightning_pp.planning.stage_model import SplitModel, record_model
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.schedule import Placement, Schedule, StageCosts
@@ -133,7 +134,7 @@ def split_chain(num_stages: int) -> tuple[Chain, SplitModel, StepPlan]:
         def step(_: DryRun) -> Tensor:
             return chain.training_step(batch)
 
-        split = assign_stages(
+        split = split_model(
             record_model(
                 chain,
                 device=CPU,
@@ -142,8 +143,8 @@ def split_chain(num_stages: int) -> tuple[Chain, SplitModel, StepPlan]:
                 patterns=["units.*"],
                 num_stages=num_stages,
             ),
-            placement=Placement.interleaved(num_stages),
-            split_points=[f"units.{stage}" for stage in range(1, num_stages)],
+            num_stages,
+            [f"units.{stage}" for stage in range(1, num_stages)],
         )
         _SPLITS[num_stages] = (chain, split, split.plans.plan(0, step, with_gradients=True))
     return _SPLITS[num_stages]

@@ -14,16 +14,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from layouts import split_model
 from live_memory import LiveMemory
 from torch import Tensor, nn
 
-from lightning_pp.planning.stage_model import RecordingOptions, SplitModel, assign_stages, record_model
+from lightning_pp.planning.stage_model import RecordingOptions, SplitModel, record_model
 from lightning_pp.planning.steps.plans import StepPlanCache, signature_of
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.runtime.stage import StageRunner
 from lightning_pp.runtime.stage_forward import InFlight
-from lightning_pp.schedule import Placement
 from lightning_pp.split import StepRecord, discover_units, dry_run
 from lightning_pp.split.data.tree import own_copy, tensors_of
 from lightning_pp.split.dry_run.run import DryRun
@@ -160,7 +160,7 @@ class OneProcessPipeline:
     ) -> None:
         self._training = training
         whole = build(architecture).train(training)
-        self.split = assign_stages(
+        self.split = split_model(
             record_model(
                 whole,
                 device=CPU,
@@ -170,8 +170,8 @@ class OneProcessPipeline:
                 num_stages=num_stages,
                 how=RecordingOptions(activation_checkpointing=activation_checkpointing, refined=refined),
             ),
-            placement=Placement.interleaved(num_stages),
-            split_points=split_points,
+            num_stages,
+            split_points,
         )
         self.stages = [
             Stage(number, build(architecture).train(training), self.split, splits_backward=splits_backward)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_pp.telemetry.diagnosis.collection import DiagnosablePipeline, StepWindow
+from lightning_pp.telemetry.diagnosis.collection import StepWindow
 from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis
 
 
@@ -18,8 +18,7 @@ class FitDiagnosis:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
-        pipeline: DiagnosablePipeline = trainer.strategy.engine  # type: ignore[attr-defined] # of a pipeline's strategy
-        self._window = StepWindow(pipeline)
+        self._window = StepWindow(trainer.strategy.engine)  # type: ignore[attr-defined] # of a pipeline's strategy
         self._has_told = False
 
     def batch_ended(self, waited_ms: float) -> Diagnosis | None:
@@ -33,7 +32,7 @@ class FitDiagnosis:
         """
         self._window.batch_ended(waited_ms)
         if self._window.is_due:
-            diagnosis = self._diagnose()
+            diagnosis = self.finish()
             if diagnosis is not None and diagnosis.findings and not self._has_told:
                 self._has_told = True
                 rank_zero_info(diagnosis.text)
@@ -41,11 +40,10 @@ class FitDiagnosis:
         return None
 
     def finish(self) -> Diagnosis | None:
-        """The diagnosis of the latest steps, on rank 0 of the first pipeline; every rank has to call it."""
-        return self._diagnose()
+        """The diagnosis of the latest steps, on rank 0 of the first pipeline; every rank has to call it.
 
-    def _diagnose(self) -> Diagnosis | None:
-        """A diagnosis that fails is told, and is no reason to end a training; it fails on rank 0, after the gather."""
+        One that fails is told, and is no reason to end a training; it fails on rank 0, after the gather.
+        """
         try:
             return self._window.diagnose(self._num_workers())
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:

@@ -12,6 +12,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
+from lightning_pp.planning.hardware.devices import dtype_of_precision
+
 _PACKAGES = ("lightning", "transformers", "wandb")
 _GIT_SECONDS = 5.0
 
@@ -52,14 +54,10 @@ def known_peak_tflops(device: torch.device, trainer: pl.Trainer) -> float | None
     """
     if device.type == "cpu":
         return None
-    dtype = torch.float32
-    for name, kind in (("bf16", torch.bfloat16), ("16", torch.float16)):
-        if str(trainer.precision).startswith(name):
-            dtype = kind
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            flops = get_available_flops(device, dtype)
+            flops = get_available_flops(device, dtype_of_precision(trainer.precision))
     except Exception:
         return None
     return None if flops is None else flops / 1e12

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,9 +28,6 @@ class ParameterCatalog:
         canonical: For the further names of a tied parameter, its first name.
         optimizer_groups: For each optimizer, for each of its parameter groups, the canonical names of the parameters in
             the order that a single device would have them.
-
-    Raises:
-        ValueError: The parts contradict each other.
     """
 
     names: tuple[str, ...]
@@ -39,18 +35,6 @@ class ParameterCatalog:
     shapes: Mapping[str, torch.Size]
     canonical: Mapping[str, str] = field(default_factory=dict)
     optimizer_groups: tuple[OptimizerGroups, ...] = ()
-
-    def __post_init__(self) -> None:
-        known = set(self.names)
-        if strange := [name for name in (*self.canonical, *self.canonical.values()) if name not in known]:
-            raise ValueError(f"tied names that the state_dict does not have: {enumerate_names(strange)}")
-        if chained := [name for name in self.canonical.values() if name in self.canonical]:
-            raise ValueError(f"further names stand as canonical names: {enumerate_names(chained)}")
-        if orphans := [name for name in self.canonical_names if not self.owners.get(name)]:
-            raise ValueError(f"{len(orphans)} names have no owning pipeline rank: {enumerate_names(orphans)}")
-        grouped = chain.from_iterable(chain.from_iterable(self.optimizer_groups))
-        if strange := [name for name in grouped if name not in known or name in self.canonical]:
-            raise ValueError(f"optimizer groups hold names that are not canonical: {enumerate_names(strange)}")
 
     @classmethod
     def from_module(cls, module: Module, owners: Callable[[str], Sequence[int]]) -> ParameterCatalog:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,8 +33,6 @@ class Ranks:
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> Ranks:
         """Flatten the other axes of a mesh whose first axis is the pipeline."""
-        if not mesh.mesh_dim_names or mesh.mesh_dim_names[0] != "pipeline":
-            raise ValueError(f"the first axis of the mesh must be 'pipeline', but the axes are {mesh.mesh_dim_names}")
         grid = mesh.mesh.flatten(1) if mesh.ndim > 1 else mesh.mesh.unsqueeze(1)
         pipeline_rank, data_parallel_rank = (grid == dist.get_rank()).nonzero()[0].tolist()
         return cls(tuple(tuple(row) for row in grid.tolist()), pipeline_rank, data_parallel_rank)
@@ -80,6 +78,11 @@ def fail_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         raise CheckpointError(text) from error
 
 
+def fail_together_if_several(ranks: Ranks | None) -> AbstractContextManager[None]:
+    """:func:`fail_together`; nothing for a process alone."""
+    return nullcontext() if ranks is None else fail_together()
+
+
 def from_root(value: Any, ranks: Ranks) -> Any:
     """The root's ``value``, on every rank."""
     box = [value]
@@ -87,73 +90,56 @@ def from_root(value: Any, ranks: Ranks) -> Any:
     return box[0]
 
 
-def gather_to_root(entries: Mapping[Key, Any], ranks: Ranks, cuts: Cuts = NO_CUTS) -> dict[Key, Any]:
-    """Collect what the pipeline ranks hold on the root, one tensor at a time.
+def gather_entries(
+    entries: Mapping[Key, Any], ranks: Ranks, cuts: Cuts = NO_CUTS, *, on_all: bool = False
+) -> dict[Key, Any]:
+    """Collect what the pipeline ranks hold on the root, or on every rank, one tensor at a time.
 
     Args:
         entries: Tensors, DTensors or picklable objects that this pipeline rank is to contribute; on all ranks of a row
             the same keys in the same order. A key is contributed by one row only.
         ranks: The processes.
         cuts: Which parameters are cut; keys are names, or begin with them.
+        on_all: Whether every rank gets them.
 
     Returns:
-        On the root all entries, whole and on the CPU; on other ranks nothing.
+        On the root, or on every rank, all entries, whole and on the CPU; on other ranks nothing.
     """
-    objects, tensors, specs = _sorted(entries, cuts)
-    mine = (objects, specs) if ranks.data_parallel_rank == 0 else None
-    described: list[Any] | None = [None] * dist.get_world_size() if ranks.is_root else None
-    dist.gather_object(mine, described, dst=ranks.root)
-
-    if not ranks.is_root:
-        for key, value in tensors.items():
-            unsharded = _unsharded_on_cpu(key, value, cuts)  # a collective of the row
-            if ranks.data_parallel_rank == 0 and ranks.pipeline_rank != 0:
-                _send(unsharded, ranks.root)
-        return {}
-    assert described is not None
-    gathered = {**objects, **{key: _unsharded_on_cpu(key, value, cuts) for key, value in tensors.items()}}
-    for row in ranks.grid[1:]:
-        their_objects, their_specs = described[row[0]]
-        gathered.update(their_objects)
-        for key, (shape, dtype) in their_specs.items():
-            gathered[key] = _receive(shape, dtype, row[0])
-    return gathered
-
-
-def give_to_all(entries: Mapping[Key, Any], ranks: Ranks, cuts: Cuts = NO_CUTS) -> dict[Key, Any]:
-    """What the pipeline ranks hold, on every rank, sent one tensor at a time; arguments as :func:`gather_to_root`.
-
-    Returns:
-        All entries, whole and on the CPU.
-    """
-    objects, tensors, own_specs = _sorted(entries, cuts)
+    objects = {k: _unsharded_on_cpu(k, v, cuts) for k, v in entries.items() if not isinstance(v, torch.Tensor)}
+    tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
+    own_specs = {key: (tuple(cuts.shape(_name(key), value)), value.dtype) for key, value in tensors.items()}
     described: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(described, (objects, own_specs))
+    mine = (objects, own_specs) if ranks.data_parallel_rank == 0 else None
+    dist.all_gather_object(described, mine)
     found: dict[Key, Any] = {}
+    gets_all = on_all or ranks.is_root
     for number, row in enumerate(ranks.grid):
         row_objects, specs = described[row[0]]
-        found.update(row_objects)
-        for key, (shape, dtype) in specs.items():
-            is_mine = number == ranks.pipeline_rank
+        found.update(row_objects if gets_all else {})
+        is_mine = number == ranks.pipeline_rank
+        for key, (shape, dtype) in specs.items() if is_mine or gets_all else ():
+            # of its own row a rank takes part in a collective
             whole = _unsharded_on_cpu(key, tensors[key], cuts) if is_mine else torch.empty(shape, dtype=dtype)
-            found[key] = whole
             if whole.numel():
-                data = whole.contiguous().reshape(-1).view(torch.uint8).to(_transport_device())
-                dist.broadcast(data, row[0])
-                if not is_mine:
-                    whole.reshape(-1).view(torch.uint8).copy_(data)
+                _pass_on(whole, row[0], ranks, is_mine=is_mine, on_all=on_all)
+            if gets_all:
+                found[key] = whole
     return found
 
 
-def _sorted(entries: Mapping[Key, Any], cuts: Cuts) -> tuple[dict[Key, Any], dict[Key, Any], dict[Key, Any]]:
-    """What is no tensor, on the CPU; the tensors; and the shapes of the whole ones, with their dtypes."""
-    objects = {
-        key: _unsharded_on_cpu(key, value, cuts)
-        for key, value in entries.items()
-        if not isinstance(value, torch.Tensor)
-    }
-    tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
-    return objects, tensors, {k: (tuple(cuts.shape(_name(k), v)), v.dtype) for k, v in tensors.items()}
+def _pass_on(whole: torch.Tensor, source: int, ranks: Ranks, *, is_mine: bool, on_all: bool) -> None:
+    """From ``source`` to all or to the root, as bytes, since backends differ in the dtypes that they know."""
+    if not on_all and (source == ranks.root or dist.get_rank() not in (source, ranks.root)):
+        return
+    data = whole.contiguous().reshape(-1).view(torch.uint8).to(_transport_device())
+    if on_all:
+        dist.broadcast(data, source)
+    elif dist.get_rank() == source:
+        dist.send(data, ranks.root)
+    else:
+        dist.recv(data, source)
+    if not is_mine:
+        whole.reshape(-1).view(torch.uint8).copy_(data)
 
 
 def _name(key: Any) -> Any:
@@ -168,21 +154,6 @@ def _unsharded_on_cpu(key: Hashable, value: Any, cuts: Cuts) -> Any:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
 
     return tree_map_only(torch.Tensor, unsharded, cuts.whole(_name(key), value))
-
-
-def _send(tensor: torch.Tensor, destination: int) -> None:
-    """As bytes, since backends differ in the dtypes that they know."""
-    if tensor.numel():
-        dist.send(tensor.contiguous().reshape(-1).view(torch.uint8).to(_transport_device()), destination)
-
-
-def _receive(shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
-    tensor = torch.empty(shape, dtype=dtype)
-    if tensor.numel():
-        received = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8, device=_transport_device())
-        dist.recv(received, source)
-        tensor.reshape(-1).view(torch.uint8).copy_(received)
-    return tensor
 
 
 def _transport_device() -> torch.device:

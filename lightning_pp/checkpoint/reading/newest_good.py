@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from upath import UPath
 
-from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
+from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together_if_several, from_root
 from lightning_pp.checkpoint.reading.torch_file import check_file, read_file
 from lightning_pp.checkpoint.storage import folder
 from lightning_pp.checkpoint.storage.checksums import is_archive
@@ -53,8 +51,7 @@ def newest_good(
     Raises:
         CheckpointError: On all ranks: there is no candidate, or all are damaged. The text names them all.
     """
-    together: Any = nullcontext if ranks is None else fail_together
-    with _errors(together):
+    with fail_together_if_several(ranks):
         found: list[str] = []
         if ranks is None or ranks.is_root:
             given = where if isinstance(where, Sequence) and not isinstance(where, str) else checkpoints_in(where)
@@ -67,7 +64,7 @@ def newest_good(
     for path in found:
         location = locate(path)
         try:
-            with _errors(together):
+            with fail_together_if_several(ranks):
                 verify(location, weights_only=weights_only, share=share)
         except CheckpointError as error:
             damaged.append((location, str(error)))
@@ -79,16 +76,17 @@ def newest_good(
     )
 
 
-def checkpoints_in(where: str | os.PathLike[str] | UPath) -> list[Location]:
-    """The checkpoints in a folder and the folders in it, newest first: complete folders, and files named ``*.ckpt``.
+def checkpoints_in(*where: str | os.PathLike[str] | UPath) -> list[Location]:
+    """The checkpoints in folders and the folders in them, newest first: complete folders, and files named ``*.ckpt``.
 
     A folder is as old as its table of contents, which is written last. A link and what it points to are one.
 
     Raises:
         CheckpointError: A remote storage does not answer.
     """
-    location = locate(where)
-    times = _times_remote(location) if is_remote(location) else _times_local(str(location))
+    times: dict[str, float] = {}
+    for location in map(locate, where):
+        times |= _times_remote(location) if is_remote(location) else _times_local(str(location))
     tables = {
         path.rpartition("/")[0]: time for path, time in times.items() if path.endswith("/" + folder.TABLE_FILENAME)
     }
@@ -127,11 +125,6 @@ def verify(path: Location, *, weights_only: bool | None = None, share: tuple[int
     with on_disk(state_file) as here:
         check_file(state_file, here)
     reader.check(table, share)
-
-
-def _errors(together: Any) -> AbstractContextManager[None]:
-    context: AbstractContextManager[None] = together()
-    return context
 
 
 def _times_local(where: str) -> dict[str, float]:

@@ -19,7 +19,7 @@ from lightning_pp.checkpoint.ownership.cuts import blocks_of
 from lightning_pp.checkpoint.ownership.rank_part import RankPart, copy_into_shard, set_extra_state, write_optimizer
 from lightning_pp.checkpoint.ownership.ranks import fail_together
 from lightning_pp.checkpoint.reading.checks import check_model
-from lightning_pp.checkpoint.reading.stored_tensor import StoredTensor
+from lightning_pp.checkpoint.reading.stored_tensor import StoredTensor, in_memory
 from lightning_pp.checkpoint.storage import torch_storage as storage
 from lightning_pp.checkpoint.storage.location import Location
 from lightning_pp.checkpoint.storage.torch_storage import NamingReader
@@ -123,7 +123,6 @@ def load_state(saved: Mapping[str, Any], part: RankPart, reader: NamingReader | 
                 if (cut := part.cuts.of(name, destination)) is not None:
                     blocks[value.key] = cut.shape, blocks_of(destination, cut)
             else:
-                whole = value.read() if isinstance(value, StoredTensor) else value
-                copy_into_shard(whole, destination, part.cuts.of(name, destination))
+                copy_into_shard(in_memory(value), destination, part.cuts.of(name, destination))
     if reader is not None:
         storage.load(to_read, reader, blocks=blocks)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,11 +51,9 @@ class FolderCheckpoint(OpenedCheckpoint):
         if check_files:
             folder.check_complete(path, table.metadata)
         trainer_state: dict[str, Any] = read_file(trainer_state_file(path, table.metadata), weights_only)
-        objects = {key: None for keys in table.states().values() for key in keys.values() if not table.tensor(key)}
-        loaded = storage.load(objects, reader, alone=True)
-
+        stored = _stored(table, reader, [key for keys in table.states().values() for key in keys.values()])
         states = {
-            container: OrderedDict((name, _stored(table, reader, key, loaded)) for name, key in keys.items())
+            container: OrderedDict((name, stored[key]) for name, key in keys.items())
             for container, keys in table.states().items()
         }
         return cls(path, {**trainer_state, **states}, table, reader)
@@ -83,11 +82,8 @@ class FolderCheckpoint(OpenedCheckpoint):
     def optimizer_content(self, index: int) -> dict[str, Any]:
         """What optimizer ``index`` keeps by parameter name, with tensors that are read when they are used."""
         keys = self.table.below(f"optimizer_{index}", "state")
-        objects = {key: None for key in keys if not self.table.tensor(key)}
-        loaded = storage.load(objects, self._reader, alone=True)
-        nest: dict[str, Any] = storage.unflatten(
-            {path: _stored(self.table, self._reader, key, loaded) for key, path in keys.items()}
-        )
+        stored = _stored(self.table, self._reader, keys)
+        nest: dict[str, Any] = storage.unflatten({path: stored[key] for key, path in keys.items()})
         return nest
 
     def own_states(
@@ -113,8 +109,11 @@ def read_tensor(table: Table, reader: NamingReader, key: str) -> torch.Tensor:
     return tensor
 
 
-def _stored(table: Table, reader: NamingReader, key: str, objects: Mapping[str, Any]) -> Any:
-    entry = table.tensor(key)
-    if entry is None:
-        return objects[key]
-    return StoredTensor(key, entry.size, entry.properties.dtype, lambda: read_tensor(table, reader, key))
+def _stored(table: Table, reader: NamingReader, keys: Collection[str]) -> dict[str, Any]:
+    """What is stored under ``keys``: objects, and tensors that are read when they are used."""
+    stored: dict[str, Any] = storage.load({key: None for key in keys if not table.tensor(key)}, reader, alone=True)
+    for key in keys:
+        if (entry := table.tensor(key)) is not None:
+            read = partial(read_tensor, table, reader, key)
+            stored[key] = StoredTensor(key, entry.size, entry.properties.dtype, read)
+    return stored

@@ -56,3 +56,8 @@ class StoredTensor(torch.Tensor):
     def read(self) -> torch.Tensor:
         """The tensor."""
         return self._read()
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or what it stands for, read."""
+    return tensor.read() if isinstance(tensor, StoredTensor) else tensor

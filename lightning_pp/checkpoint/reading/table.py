@@ -62,12 +62,10 @@ class Table:
         """The keys whose paths have this start, with what follows it."""
         return {key: path[len(start) :] for key, path in self.paths.items() if path[: len(start)] == start}
 
-    def destination(self, key: str, existing: Any = None) -> Any:
-        """Where to load a key to: the existing tensor, a new one, or nothing for an object."""
-        entry = self.metadata.state_dict_metadata[key]
-        if not isinstance(entry, TensorStorageMetadata):
-            return None
-        return torch.empty(entry.size, dtype=entry.properties.dtype) if existing is None else existing
+    def destination(self, key: str) -> torch.Tensor | None:
+        """Where to load a key to: a new tensor, or nothing for an object."""
+        entry = self.tensor(key)
+        return None if entry is None else torch.empty(entry.size, dtype=entry.properties.dtype)
 
     def optimizer_destinations(
         self, index: int, parameters: Mapping[str, torch.Tensor], cuts: Cuts

@@ -56,22 +56,22 @@ def staging_path(path: Path) -> Path:
 def begin(path: Path) -> None:
     """On the root: make an empty staging folder for ``path``."""
     recover(path)
-    _remove(staging_path(path))
+    remove(staging_path(path))
     staging_path(path).mkdir(parents=True)
 
 
 def commit(path: Path) -> None:
     """On the root: put the staged folder in its place."""
     staged, previous = staging_path(path), _previous_path(path)
-    _remove(previous)
+    remove(previous)
     if not os.path.lexists(path):
         staged.rename(path)
     elif not _swap(staged, path):
         path.rename(previous)
         staged.rename(path)
     _sync(path.parent)
-    _remove(previous)
-    _remove(staged)
+    remove(previous)
+    remove(staged)
 
 
 def abandon(path: Path) -> None:
@@ -149,7 +149,8 @@ def _previous_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.previous")
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -23,7 +23,7 @@ from lightning_pp.checkpoint.ownership.rank_part import (
     settings_of_groups,
     to_save,
 )
-from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, gather_to_root
+from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, gather_entries
 from lightning_pp.checkpoint.storage import folder, remote_folder
 from lightning_pp.checkpoint.storage.location import Location, is_folder
 from lightning_pp.errors import CheckpointError
@@ -47,7 +47,7 @@ def gather_full_state(part: RankPart, state_dict: Mapping[str, Any] | None = Non
         own = part.module.state_dict()
         values = by_canonical_name(own if state_dict is None else state_dict, catalog)
         mine = to_save(values, catalog, ranks.pipeline_rank)
-    gathered = gather_to_root(mine, ranks, part.cuts)
+    gathered = gather_entries(mine, ranks, part.cuts)
     if not ranks.is_root:
         return {}
     full = OrderedDict((name, gathered[catalog.canonical_name(name)]) for name in catalog.names)
@@ -85,7 +85,7 @@ def gather_full_optimizer_state(part: RankPart, optimizer: Optimizer) -> dict[st
                     f"{type(optimizer).__name__} keeps {key!r} of {name!r} in a {type(value[0]).__name__}, which torch "
                     "does not load from a single file. Set save_distributed_checkpoint=True on the strategy."
                 )
-    gathered = gather_to_root(mine, ranks, part.cuts)
+    gathered = gather_entries(mine, ranks, part.cuts)
     labels: dict[str, str] = {}
     if any("param_names" in group for group in optimizer.param_groups):
         # A tied parameter may go by another name on a later stage.

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from lightning_pp.checkpoint import export as files
-from lightning_pp.checkpoint.reading.alone import open_alone
+from lightning_pp.checkpoint.reading.open import open_checkpoint
 from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
 from lightning_pp.checkpoint.storage.folder import checkpoint_at
 from lightning_pp.checkpoint.storage.location import Location, is_remote, is_url
 from lightning_pp.cli.export.module import check_fit, module_of, wrapped_model
 from lightning_pp.cli.export.peft_model import PeftCheckpoint, has_adapter, look_like_peft
+from lightning_pp.cli.problems import UserError
 from lightning_pp.errors import CheckpointError, ConfigurationError
 from lightning_pp.versions import parser_of
 
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
         written = export(options)
-    except (CheckpointError, ConfigurationError, OSError, ImportError) as error:
+    except (CheckpointError, ConfigurationError, UserError, OSError, ImportError) as error:
         message = str(error).replace("pass weights_only=False", "give --no-weights-only")
         sys.stderr.write(f"lightning-pp-export: {message}\n")
         sys.exit(1)
@@ -68,11 +69,11 @@ def export(options: argparse.Namespace) -> str:
     dtype = getattr(torch, options.dtype) if options.dtype else None
     if kind == "ckpt" and options.merge:
         raise ConfigurationError("--merge is for a model directory or a .safetensors file: a .ckpt keeps its layers")
-    opened = open_alone(source, options.weights_only)
+    opened = open_checkpoint(source, weights_only=options.weights_only)
     if kind == "ckpt":
         return _export_ckpt(opened, target, dtype, options)
     if kind == "safetensors" and not options.merge:
-        weights = files.Weights(opened, options.prefix or "", dtype)
+        weights = files.Weights.from_checkpoint(opened, options.prefix or "", dtype)
         files.export_safetensors_file(weights, target, overwrite=options.overwrite)
         return _told(weights, target)
     found = _model(opened, source, kind, options)
@@ -86,7 +87,7 @@ def export(options: argparse.Namespace) -> str:
 def _export_ckpt(opened: OpenedCheckpoint, target: Path, dtype: torch.dtype | None, options: argparse.Namespace) -> str:
     if options.prefix:
         raise ConfigurationError("--prefix is for safetensors: a .ckpt keeps the names of the LightningModule")
-    weights = files.Weights(opened, "", dtype)
+    weights = files.Weights.from_checkpoint(opened, "", dtype)
     files.export_ckpt(opened, weights, target, with_optimizers=not options.model_only, overwrite=options.overwrite)
     return _told(weights, target)
 
@@ -128,10 +129,9 @@ def _export_model(
     """A model directory, or, if no model is known, its safetensors files alone."""
     name, model = found or ("", None)
     prefix = options.prefix if options.prefix is not None else f"{name}." if name else ""
-    weights = files.Weights(opened, prefix, dtype)
+    weights = files.Weights.from_checkpoint(opened, prefix, dtype)
     if model is not None:
-        specs = weights.specs()
-        shapes = {name: shape for name, (shape, _) in specs.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
         shapes |= {alias: shapes[first] for alias, first in weights.tied.items()}
         expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         check_fit(shapes, expected, source, type(model).__name__)
@@ -167,7 +167,7 @@ def _export_peft(
         )
         base = checkpoint.base_directory
         about = f"for the base model {base}" if base else "its base model has no name: give it to PEFT yourself"
-        return f"{target}: adapter {checkpoint.adapter!r} of {len(adapter.names)} tensors, {about}"
+        return f"{target}: adapter {checkpoint.adapter!r} of {len(adapter.tensors)} tensors, {about}"
     merged = checkpoint.merged_weights(dtype)
     if kind == "safetensors":
         files.export_safetensors_file(merged, target, overwrite=options.overwrite)
@@ -218,13 +218,13 @@ def _bytes(size: str) -> int:
 def _told(weights: Any, target: Path) -> str:
     tied = f", {len(weights.tied)} further names of tied ones" if weights.tied else ""
     left_out = f", {len(weights.left_out)} entries left out ({weights.left_out[0]}, ...)" if weights.left_out else ""
-    return f"{target}: {len(weights.names)} tensors{tied}{left_out}"
+    return f"{target}: {len(weights.tensors)} tensors{tied}{left_out}"
 
 
 def _save_configuration(model: Any, weights: Any, folder: Path) -> None:
     config = model.config
     config.architectures = [type(model).__name__]
-    floating = [dtype for _, dtype in weights.specs().values() if dtype.is_floating_point]
+    floating = [dtype for dtype in map(weights.written_dtype, weights.tensors) if dtype.is_floating_point]
     if floating:
         config.dtype = max(set(floating), key=floating.count)
     config.save_pretrained(folder)

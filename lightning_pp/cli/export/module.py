@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from torch.nn import Module
 
 from lightning_pp.checkpoint.ownership.catalog import enumerate_names
 from lightning_pp.checkpoint.storage.location import Location
+from lightning_pp.cli.problems import UserError
 from lightning_pp.conf.targets import build
 from lightning_pp.errors import CheckpointError, ConfigurationError
+from lightning_pp.split.record.source_lines import innermost_user_line
 
 
 def module_of(spec: str | None, source: Location, content: dict[str, Any]) -> Module | None:
@@ -28,11 +30,12 @@ def module_of(spec: str | None, source: Location, content: dict[str, Any]) -> Mo
         content: What it holds; hyper-parameters in it are given to the class.
 
     Raises:
-        ConfigurationError: The module cannot be found or made.
+        UserError: The module cannot be found.
+        ConfigurationError: It cannot be made.
     """
     with torch.device("meta"):
         if spec is not None:
-            found = _class(spec)
+            found = named(spec, "--module")
             module = found(**_hyper_parameters(found, content))
         elif (config := _config_of_run(source)) is not None:
             module = _built(config.model)
@@ -53,20 +56,32 @@ def _built(config: Any) -> Any:
         raise ConfigurationError(f"the model of the run's config cannot be built: {cause}") from error
 
 
-def _class(spec: str) -> Any:
-    package, colon, name = spec.partition(":")
+def named(target: str, option: str) -> Any:
+    """What ``package.module:Name`` names; modules in the current folder are found.
+
+    Raises:
+        UserError: The module cannot be imported, or has no such name.
+    """
+    module_name, _, name = target.partition(":")
+    if not module_name or not name:
+        raise UserError(f"{option} {target} must be written as my_package.my_module:Name")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found = import_module(package)
-    except ImportError as error:
-        raise ConfigurationError(f"--module {spec}: {error}") from error
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name is not None and module_name.startswith(error.name):
+            where = f"it is neither installed nor in {Path.cwd()}"
+        else:
+            where = f"{type(error).__name__} at {innermost_user_line(error)}: {error}"
+        raise UserError(f"{option} {target}: cannot import {module_name}: {where}") from error
     finally:
         sys.path.remove(str(Path.cwd()))
-    if not colon or not hasattr(found, name):
-        raise ConfigurationError(
-            f"--module {spec}: write it as package.module:Class; {package} has no {name or 'class'}"
-        )
-    return getattr(found, name)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            names = [key for key, value in vars(found).items() if isinstance(value, type) or callable(value)]
+            raise UserError(f"{option} {target}: {module_name} has no {part}. It has {', '.join(names[:20])}")
+        found = getattr(found, part)
+    return found
 
 
 def _hyper_parameters(found: Any, content: dict[str, Any]) -> dict[str, Any]:

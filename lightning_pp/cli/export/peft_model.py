@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from lightning_pp.checkpoint.export import Weights
 from lightning_pp.checkpoint.ownership.catalog import enumerate_names
-from lightning_pp.checkpoint.reading.stored_tensor import StoredTensor
+from lightning_pp.checkpoint.reading.stored_tensor import in_memory
 from lightning_pp.checkpoint.storage.location import Location
 from lightning_pp.cli.export.module import check_fit
 from lightning_pp.errors import CheckpointError, ConfigurationError
@@ -55,7 +56,7 @@ class PeftCheckpoint:
         self.is_wrapped = hasattr(model, "get_base_model")
         self.base = model.get_base_model() if self.is_wrapped else model
 
-    def adapter_weights(self, dtype: torch.dtype | None) -> PeftWeights:
+    def adapter_weights(self, dtype: torch.dtype | None) -> Weights:
         """The adapter's tensors under the names that ``PeftModel.from_pretrained`` reads.
 
         Args:
@@ -76,7 +77,7 @@ class PeftCheckpoint:
                 f"{enumerate_names(others)}. Write the whole model: --merge"
             )
         left_out = [name for name, tensor in self.tensors.items() if id(tensor) not in taken]
-        return PeftWeights(found, left_out, dtype)
+        return Weights(found, left_out=left_out, dtype=dtype)
 
     def _adapter_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         from peft import get_peft_model_state_dict
@@ -100,7 +101,7 @@ class PeftCheckpoint:
         """Where the adapter's base model is, as far as it knows."""
         return self.config.base_model_name_or_path or getattr(self.base, "name_or_path", None) or None
 
-    def merged_weights(self, dtype: torch.dtype | None) -> PeftWeights:
+    def merged_weights(self, dtype: torch.dtype | None) -> Weights:
         """The base model's tensors with the adapter added by PEFT, under the base model's names; all are in memory.
 
         Args:
@@ -125,7 +126,7 @@ class PeftCheckpoint:
                 "--merge)"
             )
         check_fit(_shapes(tensors), _shapes(model.state_dict()), self.source, type(self.base).__name__)
-        model.load_state_dict({name: _real(tensor) for name, tensor in tensors.items()}, assign=True)
+        model.load_state_dict({name: in_memory(tensor) for name, tensor in tensors.items()}, assign=True)
         merged = model.merge_and_unload(safe_merge=True, adapter_names=[self.adapter]).state_dict()
         tied = _tied(fresh.state_dict(keep_vars=True))
         for name, kept in tied.items():
@@ -134,35 +135,7 @@ class PeftCheckpoint:
                     f"the adapter changes {name} or {kept}, which are tied in {type(fresh).__name__}, so a merge would "
                     "change both. Write the adapter alone (without --merge), or train with tie_word_embeddings=false"
                 )
-        weights = PeftWeights({name: tensor for name, tensor in merged.items() if name not in tied}, [], dtype)
-        weights.tied = tied
-        return weights
-
-
-class PeftWeights:
-    """Tensors of a model of PEFT to write, by name; see :class:`lightning_pp.checkpoint.export.ToWrite`.
-
-    Args:
-        tensors: By the names to write.
-        left_out: Names in the checkpoint that are not written.
-        dtype: What floating point tensors are cast to; None leaves them.
-    """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], left_out: list[str], dtype: torch.dtype | None) -> None:
-        self._tensors = tensors
-        self._dtype = dtype
-        self.names = {name: name for name in tensors}
-        self.tied: dict[str, str] = {}
-        self.left_out = left_out
-
-    def specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of what is written."""
-        return {name: (tuple(tensor.shape), _cast(tensor, self._dtype)) for name, tensor in self._tensors.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor, whole and cast."""
-        tensor = _real(self._tensors[name])
-        return tensor.detach().to(_cast(tensor, self._dtype)).contiguous()
+        return Weights({name: tensor for name, tensor in merged.items() if name not in tied}, tied, dtype=dtype)
 
 
 def _tied(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -173,11 +146,3 @@ def _tied(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.read() if isinstance(tensor, StoredTensor) else tensor
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

@@ -13,10 +13,8 @@ the module's own ``train_dataloader``, or else from its ``example_input_array``:
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -28,6 +26,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_pp.cli.export.module import named
 from lightning_pp.cli.plan.report import print_check
 from lightning_pp.cli.plan.run import build_without_memory, explained
 from lightning_pp.cli.problems import UserError
@@ -43,7 +42,7 @@ from lightning_pp.split.data.microbatch import split_batch
 from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.fakes.without_memory import parameters_without_memory
 from lightning_pp.split.record.source_lines import innermost_user_line
-from lightning_pp.strategy.plan_only import look_at_cuts
+from lightning_pp.strategy.plan_only import look_at_first_step
 
 
 def run_check(arguments: Sequence[str], console: Console | None = None) -> int:
@@ -57,7 +56,7 @@ def run_check(arguments: Sequence[str], console: Console | None = None) -> int:
     """
     options = _parsed(arguments)
     console = wide(console)
-    kind = _named(options.check, "--check")
+    kind = named(options.check, "--check")
     if not (isinstance(kind, type) and issubclass(kind, L.LightningModule)):
         raise UserError(f"--check {options.check} names {_described(kind)}, not a LightningModule class")
     keywords = _constructor_arguments(kind, options.config, options.arguments)
@@ -78,7 +77,8 @@ def run_check(arguments: Sequence[str], console: Console | None = None) -> int:
         if data is not None or is_overridden("train_dataloader", module):
             source = f"--batch {options.batch}" if data is not None else "its train_dataloader"
             about = f"training_step, on the first batch of {source}"
-            look_at_cuts({"precision": options.precision}, module, data, pipeline, sizes, look)
+            asked = {"precision": options.precision}
+            look_at_first_step(asked, module, data, lambda step: look(step.cutter(pipeline, sizes)))
         else:
             about = "forward, on its example_input_array; training_step was not run, since there is no batch (--batch)"
             look(forward_cutter(module, pipeline, sizes))
@@ -109,27 +109,6 @@ def _positive(text: str) -> int:
     return number
 
 
-def _named(target: str, option: str) -> Any:
-    """What ``package.module:Name`` names."""
-    module_name, _, name = target.partition(":")
-    if not module_name or not name:
-        raise UserError(f"{option} {target} must be written as my_package.my_module:Name")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name is not None and module_name.startswith(error.name):
-            where = f"it is neither installed nor in {Path.cwd()}"
-        else:
-            where = f"{type(error).__name__} at {innermost_user_line(error)}: {error}"
-        raise UserError(f"{option} {target}: cannot import {module_name}: {where}") from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            names = [key for key, value in vars(found).items() if isinstance(value, type) or callable(value)]
-            raise UserError(f"{option} {target}: {module_name} has no {part}. It has {', '.join(names[:20])}")
-        found = getattr(found, part)
-    return found
-
-
 def _described(found: Any) -> str:
     return f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
 
@@ -158,22 +137,9 @@ def _constructor_arguments(kind: type, file: str | None, pairs: Sequence[str]) -
     return keywords
 
 
-class _OneBatch:
-    """A loader of one batch, however the batch is made up."""
-
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Any:
-        return iter([self._batch])
-
-
 def _data(target: str) -> Any:
     """What to read the batch from: a LightningDataModule or a loader."""
-    found = _named(target, "--batch")
+    found = named(target, "--batch")
     if callable(found) and not isinstance(found, (DataLoader, L.LightningDataModule)):
         try:
             found = found()
@@ -185,7 +151,7 @@ def _data(target: str) -> Any:
         return found
     if not tensors_of(found):
         raise UserError(f"--batch {target} returns {_described(found)} without tensors, not a batch")
-    return _OneBatch(found)
+    return DataLoader([found], batch_size=None, collate_fn=lambda batch: batch)  # type: ignore[arg-type] # as a dataset
 
 
 def forward_cutter(module: L.LightningModule, options: PipelineOptions, sizes: ParallelSizes) -> ModelCutter:

@@ -228,13 +228,8 @@ class Costs:
         """
         split = cut.split
         units = self._units(cut)
-        costs = stage_costs(
-            units,
-            split.partition.stage_of_unit,
-            self._wishes.speeds_of_stages(split.placement),
-            held_after_forward=held_after_forward,
-            held_after_input=held_after_input,
-        )
+        costs = stage_costs(units, split.partition.stage_of_unit, self._wishes.speeds_of_stages(split.placement))
+        costs = replace(costs, held_after_forward=held_after_forward, held_after_input=held_after_input)
         if self._measured is not None:
             p2p, p2p_back = self._measured_transfers(split.placement)
             return replace(costs, p2p=p2p, p2p_back=p2p_back)

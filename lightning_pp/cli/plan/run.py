@@ -35,7 +35,7 @@ from lightning_pp.split.fakes.without_memory import parameters_without_memory
 from lightning_pp.split.record.source_lines import innermost_user_line
 from lightning_pp.strategy import PipelineParallelStrategy
 from lightning_pp.strategy.parameters.tensor_units import refuse_other_updates
-from lightning_pp.strategy.plan_only import look_at_cuts
+from lightning_pp.strategy.plan_only import FirstStep, look_at_first_step
 
 _GIB = float(1 << 30)
 _T = TypeVar("_T")
@@ -105,19 +105,13 @@ def _plan(request: Request, console: Console, tell: Callable[[str], None]) -> Pl
 
     device_type = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
 
-    def look(cutter: ModelCutter) -> Plan | None:
+    def look(step: FirstStep) -> Plan | None:
+        cutter = step.cutter(request.strategy.options, request.strategy.sizes)
         return _look(request, cutter, console, tell)
 
     with user_errors(FileNotFoundError), explained(type(model).__name__) if config.check else nullcontext():
-        return look_at_cuts(
-            trainer_options(config.trainer),
-            model,
-            data,
-            request.strategy.options,
-            request.strategy.sizes,
-            look,
-            PlannedDevice(device_type, request.speed.flops_per_byte_of_cuts, _device_here(config)),
-        )
+        device = PlannedDevice(device_type, request.speed.flops_per_byte_of_cuts, _device_here(config))
+        return look_at_first_step(trainer_options(config.trainer), model, data, look, device)
 
 
 def _device_here(config: DictConfig) -> torch.device:

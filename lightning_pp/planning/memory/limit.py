@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch.optim import Optimizer
 
@@ -24,37 +24,6 @@ Cut = Callable[[UnitMemory | None], Partition]
 _MOST_CORRECTIONS = 8
 _MOST_MOVES_TRIED = 200
 _BISECTIONS = 12
-
-
-@dataclass(frozen=True)
-class Need:
-    """What one rank holds at most.
-
-    Attributes:
-        memory: In its parts.
-        activations_bytes: Of microbatches between two actions.
-        communicators_bytes: Of what collectives go through, on a device.
-    """
-
-    memory: RankMemory
-    activations_bytes: float
-    communicators_bytes: int = 0
-
-    @property
-    def running_bytes(self) -> float:
-        """What there is while microbatches run, besides the state."""
-        return self.activations_bytes + self.memory.recomputed_bytes + self.memory.edge_buffers_bytes
-
-    @property
-    def reducing_bytes(self) -> float:
-        """What there is while gradients are reduced, besides the state."""
-        return self.memory.state.reduced_gradients_bytes + self.memory.reduction_bytes
-
-    @property
-    def peak_bytes(self) -> float:
-        """All together, at the worst of the two times."""
-        lasting = self.memory.state.total_bytes + self.communicators_bytes
-        return lasting + max(self.running_bytes, self.reducing_bytes)
 
 
 class DeviceMemory:
@@ -92,7 +61,7 @@ class DeviceMemory:
         sizes = parameter_sizes_of(self._recording, places)
         return self.model.estimate(self._recording.counted.record, places.partition, placement, sizes, schedule)
 
-    def needs(self, partition: Partition, placement: Placement, schedule: Schedule | None) -> list[Need]:
+    def needs(self, partition: Partition, placement: Placement, schedule: Schedule | None) -> list[RankMemory]:
         """What each rank holds under ``schedule``; None: at the least, with one microbatch at a time."""
         return self._needs(self.estimate(partition, placement, schedule), placement)
 
@@ -125,19 +94,24 @@ class DeviceMemory:
             self._check(self._needs(estimate, split.placement), split.partition, split.placement, schedule, what)
 
     def _check(
-        self, needs: Sequence[Need], partition: Partition, placement: Placement, schedule: Schedule | None, what: str
+        self,
+        needs: Sequence[RankMemory],
+        partition: Partition,
+        placement: Placement,
+        schedule: Schedule | None,
+        what: str,
     ) -> None:
         if max(need.peak_bytes for need in needs) > self.limit_gib * BYTES_PER_GIB:
             begins = f"device_memory_gib={self.limit_gib:g} is too little for {what} {_order_text(schedule)}: it needs"
             raise self._refusal(begins, needs, partition, placement, schedule)
 
-    def _needs(self, estimate: MemoryEstimate, placement: Placement) -> list[Need]:
+    def _needs(self, estimate: MemoryEstimate, placement: Placement) -> list[RankMemory]:
         needs = []
         for rank in estimate.ranks:
             own = placement.stages_of_rank(rank.rank)
             one = sum(max(estimate.held_after_forward[stage], estimate.held_after_input[stage]) for stage in own)
             held = one if rank.activations_bytes is None else rank.activations_bytes
-            needs.append(Need(rank, held, self._communicators_bytes))
+            needs.append(replace(rank, activations_bytes=held, communicators_bytes=self._communicators_bytes))
         return needs
 
     def room_gib(self, partition: Partition, placement: Placement) -> tuple[float, ...]:
@@ -251,7 +225,7 @@ class DeviceMemory:
     def _refusal(
         self,
         begins: str,
-        needs: Sequence[Need],
+        needs: Sequence[RankMemory],
         partition: Partition,
         placement: Placement,
         schedule: Schedule | None,
@@ -259,7 +233,7 @@ class DeviceMemory:
     ) -> ConfigurationError:
         """Why the limit cannot be kept, by what ranks need under a cut."""
         need = max(needs, key=lambda need: need.peak_bytes)
-        rank, state = need.memory.rank, need.memory.state
+        rank, state = need.rank, need.state
         parts: dict[str, float] = {
             "parameters": state.parameters_bytes,
             "parameters that are gathered or cast": state.gathered_parameters_bytes,
@@ -268,8 +242,8 @@ class DeviceMemory:
             "communicators": need.communicators_bytes,
         }
         if need.running_bytes >= need.reducing_bytes:
-            parts["activations"] = need.activations_bytes + need.memory.recomputed_bytes
-            parts["messages"] = need.memory.edge_buffers_bytes
+            parts["activations"] = (need.activations_bytes or 0) + need.recomputed_bytes
+            parts["messages"] = need.edge_buffers_bytes
         else:
             parts["the reduction of gradients"] = need.reducing_bytes
         text = ", ".join(f"{_gib(num_bytes)} of {part}" for part, num_bytes in parts.items() if num_bytes)
@@ -291,7 +265,7 @@ class DeviceMemory:
             return None
         return f"The unit {largest!r} alone needs {_gib(alone[largest])} GiB, so more ranks do not help. "
 
-    def _ways_out(self, need: Need, schedule: Schedule | None, *, more_ranks: bool) -> list[str]:
+    def _ways_out(self, need: RankMemory, schedule: Schedule | None, *, more_ranks: bool) -> list[str]:
         ways = ["more pipeline ranks"] if more_ranks else ["smaller units (units=)"]
         if self.model.state.num_shards == 1 or self.model.state.sharding == "replicate":
             ways.append("sharding over data-parallel ranks (data_parallel_size, sharding)")

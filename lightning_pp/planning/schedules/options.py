@@ -53,8 +53,8 @@ class ScheduleOptions:
 
     @property
     def searches_again(self) -> bool:
-        """Whether measured costs are to change the schedule."""
-        return self.source.is_searched and self.costs is None
+        """Whether measured costs are to change the schedule: its order, or when copies to the host are made."""
+        return self.costs is None and (self.source.is_searched or self.activation_offload)
 
     @property
     def measures(self) -> bool:

@@ -42,8 +42,8 @@ class ProgramCache:
         self._measured: dict[int, Schedule] = {}
         self._evaluation: dict[int, Schedule] = {}
 
-    def use(self, found: Schedule, costs: StageCosts, memory_limit: float | Sequence[float] | None) -> None:
-        """From now on programs come from ``found``, and these costs and limits count."""
+    def use(self, found: Schedule | None, costs: StageCosts, memory_limit: float | Sequence[float] | None) -> None:
+        """From now on programs come from ``found``, or the source if None, and these costs and limits count."""
         self._found, self.costs, self._memory_limit = found, costs, memory_limit
         self._training.clear()
         self._measured.clear()

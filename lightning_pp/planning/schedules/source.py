@@ -329,17 +329,25 @@ class Searched(ScheduleSource):
         ).validate(costs=request.costs, memory_limit=request.memory_limit)
 
     def _offloaded(self, request: _Request, costs: StageCosts) -> Schedule:
-        """What is found within a multiple of the limit, the largest that offloading keeps within the limit itself."""
+        """The shorter of two: what is found within the limit, and within the largest multiple that copies bring below.
+
+        Copies lengthen no step, so what is found within the limit is not longer than it would be without them.
+        """
         limit = request.memory_limit
-        for factor in _LIMITS_TRIED if limit is not None else ():
+        found: list[Schedule] = []
+        if limit is None:
+            return super()._offloaded(request, costs)
+        for factor in _LIMITS_TRIED:
+            if found and factor != _LIMITS_TRIED[-1]:
+                continue
             limits = np.multiply(np.asarray(limit), factor).tolist()
             try:
-                found = with_offloading(self._program(request._replace(memory_limit=limits)), costs)
-                return found.validate(costs=costs, memory_limit=limit)
+                schedule = with_offloading(self._program(request._replace(memory_limit=limits)), costs)
+                found.append(schedule.validate(costs=costs, memory_limit=limit))
             except ScheduleError:
-                if factor == _LIMITS_TRIED[-1]:
+                if factor == _LIMITS_TRIED[-1] and not found:
                     raise
-        return super()._offloaded(request, costs)
+        return min(found, key=lambda schedule: self.step_time(schedule, costs))
 
     def program_to_cut_by(self, placement: Placement, num_microbatches: int) -> Schedule:
         """One that is made by hand on this placement."""

@@ -15,7 +15,7 @@ from lightning_pp.errors import SplitError
 from lightning_pp.planning.steps.state import INITIAL_STATE, NO_STATE, StepState
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.split._torch_private import version_of
-from lightning_pp.split.data.tree import entries_of, is_object, leaves_of, own_copy, tensors_of
+from lightning_pp.split.data.tree import entries_of, is_object, leaves_of, own_containers, own_copy, tensors_of
 from lightning_pp.split.dry_run.run import DryRun, dry_run
 from lightning_pp.split.dry_run.same_path import PathComparison, places_of
 from lightning_pp.split.fakes.parameters import FakeParameters
@@ -72,21 +72,25 @@ def without_sizes(signature: Hashable) -> Hashable:
     return None if type(signature) in (int, float) else signature
 
 
-class _UnrecordedRun:
-    """Takes the place of a dry run where the step is only rehearsed.
+class UnrecordedRun:
+    """Takes the place of a dry run where the step is rehearsed or measured.
+
+    Args:
+        copies_batch: Whether the step gets a copy of its batch, into which it may write.
 
     Attributes:
         reads_progress: Whether the step may depend on the training's progress.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies_batch: bool = True) -> None:
         self.reads_progress = False
+        self._copies_batch = copies_batch
         self._own: Any = None
         self._versions: list[int] = []
 
     def own(self, batch: Any) -> Any:
         """The batch for this run of the step."""
-        self._own = own_copy(batch)
+        self._own = own_copy(batch) if self._copies_batch else own_containers(batch)
         self._versions = [version_of(tensor) for tensor in tensors_of(self._own)]
         return self._own
 
@@ -356,7 +360,7 @@ class StepPlanCache:
         earlier: EarlierRun | None = None,
     ) -> StepRecord | None:
         """Rehearses the step: the record of ``plan`` if it follows that, of this step's sizes; else None."""
-        record, run = plan.record, _UnrecordedRun()
+        record, run = plan.record, UnrecordedRun()
         found = self._paths.followed(
             record,
             lambda: step(cast(DryRun, run)),

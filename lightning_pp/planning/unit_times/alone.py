@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pp.planning.stage_model import RecordedModel
+from lightning_pp.planning.steps.plans import UnrecordedRun
 from lightning_pp.planning.unit_times.distinct import Group, calls_of
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.split_backward.deferral import weight_gradients_deferrable
 from lightning_pp.runtime.stage import StageRunner
 from lightning_pp.split.cut.partition import inseparable_groups
 from lightning_pp.split.cut.unit_costs import UnitCost
-from lightning_pp.split.data.tree import own_containers, own_copy
 from lightning_pp.split.record.plan import StepPlan, build_plan
 from lightning_pp.split.record.step_record import TensorSpec, Value
 from lightning_pp.split.side_effects.generators import generators_untouched
@@ -29,29 +29,6 @@ from lightning_pp.split.side_effects.module_state import preserved_state
 from lightning_pp.split.unit_calls.interception import CallHandler, UnitCalls
 
 _SPREAD = 0.02  # of random parameters: of the size that initialisers give
-
-
-class StepAlone:
-    """Takes the place of a dry run where the user's step is run to be measured: nobody needs what it tells.
-
-    Args:
-        edits_batch: Whether the step writes into its batch, so that each run gets a copy.
-    """
-
-    edits_batch = False
-
-    def __init__(self, edits_batch: bool) -> None:
-        self._edits = edits_batch
-
-    def need_at_end(self, value: Any, place: str | None = None) -> None:
-        """Takes what a sink (``self.log``, a metric) is given."""
-
-    def note_progress_read(self) -> None:
-        """Takes that the step asks how far the training is."""
-
-    def own(self, batch: Any) -> Any:
-        """The batch for one run."""
-        return own_copy(batch) if self._edits else own_containers(batch)
 
 
 class Clock:
@@ -134,7 +111,7 @@ class UnitsAlone:
         marks = [clock.mark()]
         in_flight, output = self._runner.forward(
             plan,
-            lambda: self._step(StepAlone(plan.record.edits_batch)),
+            lambda: self._step(UnrecordedRun(copies_batch=plan.record.edits_batch)),
             lambda: received,
             StepRandomness(0, self._device),
             with_gradients=True,

@@ -1,4 +1,4 @@
-"""How long messages take between ranks while nothing else is going on."""
+"""How long messages between ranks take, and copies to the host, while nothing else is going on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_pp.distributed.groups import group_of_two
 
 _NUM_WARM_UP = 2
 _NUM_REPEATS = 5
-_MOST_BYTES_OF_COLLECTIVE = 32 << 20
-"""Longer gathers and reductions are estimated from one of this size, since they would need the memory of a stage."""
+_MOST_BYTES_MEASURED = 32 << 20
+"""Longer ones are estimated from one of this size, since they would need the memory of a stage."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def measure_gather_and_reduce(num_bytes: int, group: dist.ProcessGroup, device: 
     size = group.size()
     if num_bytes == 0 or size == 1:
         return 0.0, 0.0
-    measured_bytes = min(num_bytes, _MOST_BYTES_OF_COLLECTIVE)
+    measured_bytes = min(num_bytes, _MOST_BYTES_MEASURED)
     share = torch.zeros(max(1, measured_bytes // (4 * size)), dtype=torch.float32, device=device)
     whole = torch.zeros(share.numel() * size, dtype=torch.float32, device=device)
     gathers, reductions = [], []
@@ -83,6 +83,22 @@ def measure_gather_and_reduce(num_bytes: int, group: dist.ProcessGroup, device: 
         reductions.append(_now(device) - gathered)
     scale = num_bytes / measured_bytes
     return scale * median(gathers[_NUM_WARM_UP:]), scale * median(reductions[_NUM_WARM_UP:])
+
+
+def measure_host_copies(num_bytes: int, device: torch.device) -> float:
+    """Milliseconds to copy ``num_bytes`` of a CUDA device to pinned memory of the host while as many come back."""
+    measured_bytes = max(1, min(num_bytes, _MOST_BYTES_MEASURED))
+    there, taken = (torch.zeros(measured_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    here, given = (torch.zeros(measured_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    times = []
+    for _ in range(_NUM_WARM_UP + _NUM_REPEATS):
+        started = _now(device)
+        with torch.cuda.stream(beside):
+            here.copy_(there, non_blocking=True)
+        taken.copy_(given, non_blocking=True)
+        times.append(_now(device) - started)
+    return num_bytes / measured_bytes * median(times[_NUM_WARM_UP:])
 
 
 def _now(device: torch.device) -> float:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_pp.schedule.families import dualpipe_v, gpipe, interleaved, one_f_one_b, v_min_half, zb_h, zb_v
+from lightning_pp.schedule.families import dualpipe_v, gpipe, one_f_one_b, v_min_half, zb_v
 
-__all__ = ["dualpipe_v", "gpipe", "interleaved", "one_f_one_b", "v_min_half", "zb_h", "zb_v"]
+__all__ = ["dualpipe_v", "gpipe", "one_f_one_b", "v_min_half", "zb_v"]

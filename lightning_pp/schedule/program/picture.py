@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _MOST_SHOWN = 40
+_NUM_ROWS, _NUM_COLUMNS = 2, 5
+"""Shown above and below, left and right."""
 
 
-def picture(rows: Sequence[Sequence[str]], rank: int, column: int, *, num_rows: int = 2, num_columns: int = 5) -> str:
+def picture(rows: Sequence[Sequence[str]], rank: int, column: int) -> str:
     """Draw the cells around ``rows[rank][column]``, which is set in brackets.
 
     Args:
         rows: For each rank, its cells; rows may have different lengths.
         rank: Row of the cell.
         column: Column of the cell; one past the end of the row draws an empty cell in brackets there.
-        num_rows: How many rows to show above and below.
-        num_columns: How many columns to show left and right.
     """
-    first_rank, last_rank = max(0, rank - num_rows), min(len(rows), rank + num_rows + 1)
-    first, last = max(0, column - num_columns), column + num_columns + 1
+    first_rank, last_rank = max(0, rank - _NUM_ROWS), min(len(rows), rank + _NUM_ROWS + 1)
+    first, last = max(0, column - _NUM_COLUMNS), column + _NUM_COLUMNS + 1
     last = min(last, max([column + 1, *(len(row) for row in rows[first_rank:last_rank])]))
     table = [["", *(f"cell {index}" if index == column else str(index) for index in range(first, last))]]
     for shown_rank in range(first_rank, last_rank):

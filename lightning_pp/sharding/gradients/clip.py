@@ -21,17 +21,15 @@ _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 def global_norm(
     parameters: Iterable[tuple[nn.Parameter, float]],
     *,
-    group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     norm_type: float = 2.0,
 ) -> Tensor:
-    """The norm of all gradients of the model as one vector, equal on every rank; one collective of one or two numbers.
+    """The norm of all gradients of the model as one vector, equal on every rank; one collective that all have to call.
 
     Args:
         parameters: The parameters of this rank, each with the share of it that counts here, between 0 and 1: of a
             parameter on several stages, one holder counts it (:meth:`.SharedParameters.with_ownership`). Parameters
             without gradient are left out.
-        group: All ranks of the pipeline × the data-parallel mesh; None: all ranks. Every one of them has to call.
         mesh: The data-parallel mesh. A plain parameter counts as held by all its ranks, a DTensor as its placements
             say. None: no data parallelism, and all parameters on one device.
         norm_type: p of the p-norm: any number but 0, infinities included.
@@ -48,11 +46,11 @@ def global_norm(
     none = torch.zeros(0, dtype=torch.float64, device=device)
     if math.isinf(norm_type):
         together = torch.cat([each for some in norms.values() for each in some]) if norms else none
-        return _extreme(together, math.copysign(1.0, norm_type), group)
+        return _extreme(together, math.copysign(1.0, norm_type))
     powers = [(torch.cat(some) ** norm_type).sum() / num_copies for num_copies, some in norms.items()]
     total = torch.stack(powers).sum() if powers else none.sum()
-    if _is_spread(group):
-        dist.all_reduce(total, group=group)
+    if _is_spread():
+        dist.all_reduce(total)
     return total ** (1.0 / norm_type)
 
 
@@ -101,7 +99,6 @@ def clip_by_norm_(
     parameters: Iterable[tuple[nn.Parameter, float]],
     max_norm: float,
     *,
-    group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     norm_type: float = 2.0,
     note: Callable[[Tensor], None] | None = None,
@@ -113,7 +110,7 @@ def clip_by_norm_(
     """
     parameters = list(parameters)
     by_kind = _by_kind(_local_gradients(parameter for parameter, _ in parameters))  # before other ranks are waited for
-    total = global_norm(parameters, group=group, mesh=mesh, norm_type=norm_type)
+    total = global_norm(parameters, mesh=mesh, norm_type=norm_type)
     if note is not None:
         note(total)
     coefficient = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
@@ -132,7 +129,7 @@ def clip_by_value_(parameters: Iterable[nn.Parameter], clip_value: float) -> Non
         clamp_all_max_(gradients, clip_value)
 
 
-def _extreme(norms: Tensor, sign: float, group: dist.ProcessGroup | None) -> Tensor:
+def _extreme(norms: Tensor, sign: float) -> Tensor:
     """The greatest (``sign`` 1) or least (-1) of the norms of all ranks; NaN if one is NaN.
 
     A flag travels along for NaN, since no backend promises that the maximum of NaN and a number is NaN.
@@ -141,13 +138,13 @@ def _extreme(norms: Tensor, sign: float, group: dist.ProcessGroup | None) -> Ten
     candidates = torch.where(norms.isnan(), neutral, sign * norms)
     greatest = torch.cat([candidates, norms.new_tensor([neutral])]).max()
     parts = torch.stack([greatest, norms.isnan().any().to(norms.dtype)])
-    if _is_spread(group):
-        dist.all_reduce(parts, op=dist.ReduceOp.MAX, group=group)
+    if _is_spread():
+        dist.all_reduce(parts, op=dist.ReduceOp.MAX)
     return torch.where(parts[1] > 0, math.nan, sign * parts[0])
 
 
-def _is_spread(group: dist.ProcessGroup | None) -> bool:
-    return dist.is_initialized() and dist.get_world_size(group) > 1
+def _is_spread() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _num_copies(gradient: Tensor, mesh: DeviceMesh | None) -> int:

@@ -7,9 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from lightning_pp.errors import ConfigurationError
 from lightning_pp.sharding.units.collective_times import CollectiveClock, TimedCollective
 from lightning_pp.sharding.units.flat import (
     DEFAULT_BUCKET_BYTES,
@@ -35,9 +33,6 @@ class ReplicatedGradients:
         dtype: The dtype of the sum; None: that of each parameter.
         clock: Times the collectives; None: nobody looks.
         unit: The unit that they are timed for.
-
-    Raises:
-        ConfigurationError: A parameter is a DTensor.
     """
 
     def __init__(
@@ -51,7 +46,6 @@ class ReplicatedGradients:
         unit: str = "",
     ) -> None:
         self.parameters = tuple(dict.fromkeys(parameters))
-        _refuse_sharded(self.parameters)
         self._group = group
         self._size = dist.get_world_size(group)
         self._bucket_bytes = bucket_bytes
@@ -122,9 +116,6 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = No
     """Gives the parameters and buffers of ``module`` the values they have on the first rank of ``group``.
 
     For the data-parallel replicas of a stage, before its units are sharded. Tensors on the meta device are left out.
-
-    Raises:
-        ConfigurationError: A parameter is sharded already.
     """
     broadcast_values([*module.parameters(), *module.buffers()], group)
 
@@ -133,16 +124,6 @@ def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = No
 def broadcast_values(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """As :func:`broadcast_parameters`, of some tensors."""
     tensors = list(dict.fromkeys(tensors))
-    _refuse_sharded(tensors)
     if dist.get_world_size(group) > 1:
         first = dist.get_global_rank(group or dist.group.WORLD, 0)  # type: ignore[arg-type]
         broadcast_tensors([tensor for tensor in tensors if not tensor.is_meta], source=first, group=group)
-
-
-def _refuse_sharded(tensors: Iterable[Tensor]) -> None:
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            raise ConfigurationError(
-                f"a parameter of shape {tuple(tensor.shape)} is sharded over {tensor.device_mesh}; "
-                "ranks hold different parts of it, so it cannot be averaged or copied between them"
-            )

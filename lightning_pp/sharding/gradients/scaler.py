@@ -20,17 +20,8 @@ class AgreeingGradScaler(GradScaler):
     A step is skipped on all ranks if a gradient of any of them is not finite, so all keep the same scale, and the
     parameters of all stages are those of the same number of steps. It costs one all-reduce of a number in a step.
 
-    All ranks of ``group`` must unscale at the same point, also those without a gradient.
-
-    Args:
-        device: Type of the device.
-        group: All ranks of the pipeline and their replicas; None: all ranks.
-        options: Those of ``GradScaler``.
+    All ranks must unscale at the same point, also those without a gradient.
     """
-
-    def __init__(self, device: str = "cuda", *, group: dist.ProcessGroup | None = None, **options: Any) -> None:
-        super().__init__(device, **options)
-        self._group = group
 
     @staticmethod
     def can_take_over(scaler: Any) -> bool:
@@ -38,9 +29,9 @@ class AgreeingGradScaler(GradScaler):
         return isinstance(scaler, AgreeingGradScaler) or type(scaler) in (GradScaler, torch.cuda.amp.GradScaler)
 
     @classmethod
-    def taking_over(cls, scaler: GradScaler, group: dist.ProcessGroup | None = None) -> AgreeingGradScaler:
+    def taking_over(cls, scaler: GradScaler) -> AgreeingGradScaler:
         """A scaler in the state that ``scaler`` is in."""
-        agreeing = cls(device_type_of(scaler), group=group)
+        agreeing = cls(device_type_of(scaler))
         agreeing.__dict__.update(scaler.__dict__)
         return agreeing
 
@@ -65,6 +56,6 @@ class AgreeingGradScaler(GradScaler):
                 here = found.to(device)
                 unscale_all_(gradients, here, inv_scale.to(device))
                 found = torch.maximum(found, here.to(found.device))
-            if dist.is_initialized() and dist.get_world_size(self._group) > 1:
-                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return {found.device: found}

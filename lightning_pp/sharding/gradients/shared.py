@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pp.distributed.groups import agreed_groups, destroyed_with
-from lightning_pp.errors import ConfigurationError
 from lightning_pp.sharding._torch_private import all_gather
 from lightning_pp.sharding.units.flat import (
     DEFAULT_BUCKET_BYTES,
@@ -39,36 +37,16 @@ class SharedParameters:
         parameters: What this rank holds, by name.
         holders: For each of these names, the global ranks that hold the parameter and have the same data-parallel
             coordinate as this rank, in the order of their stages.
-        timeout: Of the process groups made here; None: the default.
-
-    Raises:
-        ConfigurationError: A name has no holders, or this rank is not among them.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        holders: Mapping[str, Sequence[int]],
-        *,
-        timeout: timedelta | None = None,
-    ) -> None:
-        rank = dist.get_rank()
+    def __init__(self, parameters: Mapping[str, nn.Parameter], holders: Mapping[str, Sequence[int]]) -> None:
         self.parameters = dict(parameters)
-        self.holders: dict[str, tuple[int, ...]] = {}
-        for name in self.parameters:
-            ranks = tuple(dict.fromkeys(holders.get(name, ())))
-            if rank not in ranks:
-                raise ConfigurationError(
-                    f"rank {rank} holds the shared parameter {name}, but its holders are {list(ranks)}; "
-                    "name every rank that holds it"
-                )
-            self.holders[name] = ranks
+        self.holders = {name: tuple(dict.fromkeys(holders[name])) for name in parameters}
         self._first_holder = {parameter: self.holders[name][0] for name, parameter in self.parameters.items()}
-        self._rank = rank
+        self._rank = dist.get_rank()
         self._groups = agreed_groups(
             {tuple(sorted(ranks)) for ranks in self.holders.values() if len(ranks) > 1},
             description="shared_parameters",
-            timeout=timeout,
         )
         destroyed_with(self, list(self._groups.values()))
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
-from torch.distributed.tensor import DTensor
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.sharding.units.collective_times import CollectiveClock, TimedCollective
@@ -213,7 +212,7 @@ def slots_of(units: Mapping[str, nn.Module], excluded: Iterable[nn.Parameter]) -
     """A slot for each parameter of ``units`` outside ``excluded``; one of several places where it is registered.
 
     Raises:
-        ConfigurationError: A parameter is sharded already, or trainable parameters differ in dtype.
+        ConfigurationError: Trainable parameters differ in dtype.
     """
     seen = set(excluded)
     slots: list[ParameterSlot] = []
@@ -230,11 +229,6 @@ def slots_of(units: Mapping[str, nn.Module], excluded: Iterable[nn.Parameter]) -
                 continue
             seen.add(parameter)
             full_name = f"{unit_name}.{name}" if unit_name else name
-            if isinstance(parameter, DTensor):
-                raise ConfigurationError(
-                    f"parameter {full_name} is already a DTensor on {parameter.device_mesh}. Give units parameters "
-                    "that are not sharded yet"
-                )
             prefix, _, attribute = name.rpartition(".")
             places[parameter] = ParameterSlot(full_name, unit.get_submodule(prefix), attribute)
             slots.append(places[parameter])

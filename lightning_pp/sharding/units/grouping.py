@@ -5,21 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.errors import ConfigurationError
-
-
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Raises :class:`ConfigurationError` unless ``mesh`` has one dimension, or two with names."""
-    if mesh.ndim not in (1, 2):
-        raise ConfigurationError(
-            f"the data-parallel mesh has {mesh.ndim} dimensions; it needs one (shard) or two (replicate, shard)"
-        )
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise ConfigurationError(
-            "the dimensions of a two-dimensional data-parallel mesh need names: mesh_dim_names=..."
-        )
 
 
 def never_sharded(units: Mapping[str, nn.Module]) -> list[nn.Parameter]:

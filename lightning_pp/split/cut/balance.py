@@ -171,11 +171,6 @@ def even_starts(problem: CutProblem) -> list[int] | None:
     return starts if starts is not None and problem.fits(starts) else None
 
 
-def smallest_limit(problem: CutProblem) -> float:
-    """The least memory that the fullest rank can need, in bytes: exact for one stage a rank, else an upper bound."""
-    return max(problem.bytes_of_ranks(_roomiest(problem)))
-
-
 def _roomiest(problem: CutProblem) -> list[int]:
     """The cut whose fullest rank holds least."""
     count, num_stages = problem.num_blocks, problem.placement.num_stages

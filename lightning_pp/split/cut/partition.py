@@ -10,12 +10,10 @@ from functools import lru_cache
 
 from lightning_pp.errors import ConfigurationError, SplitError
 from lightning_pp.schedule import Placement
-from lightning_pp.split.cut.balance import CutProblem, balanced_starts, even_starts, smallest_limit
+from lightning_pp.split.cut.balance import CutProblem, balanced_starts, even_starts
 from lightning_pp.split.cut.unit_costs import UnitCost, estimate_unit_costs
-from lightning_pp.split.record.crossing import has_operations, least_crossing
+from lightning_pp.split.record.crossing import find_crossing
 from lightning_pp.split.record.step_record import StepRecord
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ def _balanced_starts(
     )
     found = even_starts(problem) if even_stages else _starts_of(problem)
     if found is None:
-        raise _does_not_fit(problem, groups)
+        raise ConfigurationError(f"No cut of the model into {num_stages} stages keeps the memory limits.")
     return [firsts[index] for index in found]
 
 
@@ -168,39 +166,9 @@ def _checked_speeds(speeds: Sequence[float] | None, num_ranks: int) -> list[floa
 def _bytes_crossing(record: StepRecord, order: Sequence[str], firsts: Sequence[int]) -> list[float]:
     """Bytes of what crosses before each of the positions ``firsts``."""
     position = {unit: index for index, unit in enumerate(order)}
-    last_read: dict[tuple[int, int], int] = {}
-    for reads, place in [*((call.reads, position[call.unit]) for call in record.calls), (record.tail, len(order) - 1)]:
-        for value in reads.values:
-            key = (value.call, value.leaf)
-            last_read[key] = max(place, last_read.get(key, 0))
-    crossing = [0.0] * len(firsts)
-    for call in record.calls:
-        for number, leaf in call.numbered_leaves():
-            last = last_read.get((call.index, number))
-            if last is None or leaf.spec is None:
-                continue
-            for index, first in enumerate(firsts):
-                if position[call.unit] < first <= last:
-                    crossing[index] += leaf.spec.num_bytes * (2 if leaf.requires_grad else 1)
     places = [position[call.unit] for call in record.calls]
-    for index, first in enumerate(firsts if has_operations(record) else ()):
-        least = least_crossing(record, [int(place >= first) for place in places], 2) if crossing[index] else None
-        if least is not None:
-            crossing[index] = min(crossing[index], least.num_bytes(record))
-    return crossing
-
-
-def _does_not_fit(problem: CutProblem, groups: Sequence[Sequence[str]]) -> ConfigurationError:
-    assert problem.limits is not None
-    least = smallest_limit(problem)
-    largest = max(range(len(groups)), key=lambda index: problem.fixed_bytes[index])
-    return ConfigurationError(
-        f"No cut of the model into {problem.placement.num_stages} stages fits the memory limit of "
-        f"{min(problem.limits) / _GIB:.3f} GiB a rank: at least {least / _GIB:.3f} GiB are needed. The largest unit, "
-        f"{groups[largest][0]!r}, holds {problem.fixed_bytes[largest] / _GIB:.3f} GiB of parameters, gradients and "
-        "optimizer state. Use more pipeline ranks, shard over more data-parallel ranks, checkpoint activations, or "
-        "raise the limit."
-    )
+    stages = ([int(place >= first) for place in places] for first in firsts)
+    return [float(find_crossing(record, stage_of_call, 2).num_bytes(record)) for stage_of_call in stages]
 
 
 def inseparable_groups(record: StepRecord) -> list[list[str]]:

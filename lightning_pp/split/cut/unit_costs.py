@@ -164,22 +164,12 @@ def calibrated(
 
 
 def stage_costs(
-    costs: Mapping[str, UnitCost],
-    stage_of_unit: Mapping[str, int],
-    speeds_of_stages: Sequence[float],
-    *,
-    p2p: float | Sequence[float] = 0.0,
-    held_after_forward: float | Sequence[float] = 1.0,
-    held_after_input: float | Sequence[float] = 1.0,
+    costs: Mapping[str, UnitCost], stage_of_unit: Mapping[str, int], speeds_of_stages: Sequence[float]
 ) -> StageCosts:
-    """What the stages cost that the units make.
-
-    ``speeds_of_stages`` is how fast each stage's rank is; the last three are those of :class:`StageCosts`.
-    """
+    """What the stages cost that the units make; ``speeds_of_stages`` is how fast each stage's rank is."""
     sums = [[0.0, 0.0, 0.0] for _ in speeds_of_stages]
     for unit, cost in costs.items():
         stage = stage_of_unit[unit]
         for part, time in enumerate((cost.forward, cost.backward_input, cost.backward_weight)):
             sums[stage][part] += time / speeds_of_stages[stage]
-    forward, backward_input, backward_weight = zip(*sums, strict=True)
-    return StageCosts(forward, backward_input, backward_weight, p2p, held_after_forward, held_after_input)
+    return StageCosts(*zip(*sums, strict=True))

@@ -46,6 +46,7 @@ from lightning_pp.split.record.step_record import (
     spec_of,
 )
 from lightning_pp.split.record.unknown_numbers import UnknownNumber, differing
+from lightning_pp.split.reductions.recording import pass_on_selected
 from lightning_pp.split.side_effects.module_state import python_generators
 from lightning_pp.split.side_effects.watch import ChangingHookError, SideEffectWatch
 from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, numbers_of, shapes_of
@@ -256,7 +257,9 @@ class DryRun:
         if unit in self._heads:
             found = (self._flow.sources_of(tensor) for tensor in tensors_of((args, kwargs)))
             sources = frozenset(map(Parameter, self._own_parameters[unit])).union(*found)
-            return self._heads.called(unit, args, kwargs, sources, in_region=self._regions.running is not None)
+            logits = self._heads.called(unit, args, kwargs, sources, in_region=self._regions.running is not None)
+            pass_on_selected((args, kwargs), logits)
+            return logits
         _check_may_be_called(unit, args, kwargs)
         self._units_called.note(unit)
         self._end_inter_unit()
@@ -280,6 +283,7 @@ class DryRun:
             self._make_up_the_end()
         self._start_inter_unit(call.index)
         self.operations.note_call(call, marked)
+        pass_on_selected(given, marked)
         return marked
 
     def _begun_call(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitCall:

@@ -16,6 +16,7 @@ from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.head.deferred_logits import WholeHeadError, deferred
 from lightning_pp.split.head.parts import parts_in
 from lightning_pp.split.record.step_record import StepRecord, UnitCall, Value
+from lightning_pp.split.reductions.recording import pass_on_selected
 from lightning_pp.split.side_effects.carried import FakeSideEffects
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.split.unit_calls.interception import UnitCalls, with_passed_on
@@ -159,7 +160,9 @@ class _StandIns:
         """What the next call of the record returns; raises :class:`Rehearsed` if this is another."""
         record = self._record
         if unit == record.split_head:
-            return deferred(parts_in(self._units)[unit], args, kwargs)
+            logits = deferred(parts_in(self._units)[unit], args, kwargs)
+            pass_on_selected((args, kwargs), logits)
+            return logits
         call = record.calls[self.num_calls] if self.num_calls < len(record.calls) else None
         if call is not None:
             call = self._stand_in(call, original, args, kwargs) if call.unit == unit else None
@@ -190,6 +193,7 @@ class _StandIns:
             self._seed_inter_unit(call.index)
         if self._operations is not None:
             self._operations.note_call(call, output)
+        pass_on_selected((args, kwargs), output)
         return output
 
 

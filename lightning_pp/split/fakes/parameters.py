@@ -8,7 +8,7 @@ and not among the module's parameters, so ``named_parameters()`` and ``state_dic
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,6 +98,19 @@ class FakeParameters:
         """The canonical name of a parameter that the module had when this was made; None for any other tensor."""
         name: str | None = self._originals.get(parameter)
         return name
+
+    def unit_of_parameters(self, units: Iterable[str]) -> dict[str, str]:
+        """For each canonical name, the first of ``units`` that has the parameter by any of its names."""
+        names = list(units)
+        place_of_unit = {unit: place for place, unit in enumerate(names)}
+        found: dict[str, int] = {}
+        for name, canonical in self.canonical_names.items():
+            parts = name.split(".")
+            prefixes = (".".join(parts[:length]) for length in range(len(parts)))
+            places = [place_of_unit[prefix] for prefix in prefixes if prefix in place_of_unit]
+            if places:
+                found[canonical] = min(*places, found.get(canonical, len(names)))
+        return {canonical: names[place] for canonical, place in found.items()}
 
     def parameter(self, name: str) -> nn.Parameter:
         """The fake that stands in for the parameter ``name``; tied names share one."""

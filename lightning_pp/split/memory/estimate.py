@@ -71,6 +71,7 @@ class RankMemory:
         recomputed_bytes: What a checkpointed unit saves while I runs it again, besides.
         edge_buffers_bytes: Receive buffers posted ahead, and sends that are not released yet.
         reduction_bytes: The flat copy of the largest unit's gradients, in which they are reduced.
+        communicators_bytes: Of what collectives go through, on a device.
     """
 
     rank: int
@@ -79,17 +80,27 @@ class RankMemory:
     recomputed_bytes: int
     edge_buffers_bytes: int
     reduction_bytes: int
+    communicators_bytes: int = 0
 
     @property
     def bytes_beside_activations(self) -> int:
         """What there is while microbatches run, besides what they hold between two actions."""
-        return self.state.total_bytes + self.recomputed_bytes + self.edge_buffers_bytes
+        return self.state.total_bytes + self.communicators_bytes + self.recomputed_bytes + self.edge_buffers_bytes
+
+    @property
+    def running_bytes(self) -> int:
+        """What there is while microbatches run, besides the state."""
+        return (self.activations_bytes or 0) + self.recomputed_bytes + self.edge_buffers_bytes
+
+    @property
+    def reducing_bytes(self) -> int:
+        """What there is while gradients are reduced after them, besides the state."""
+        return self.state.reduced_gradients_bytes + self.reduction_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most at any time of a step: while microbatches run, or while gradients are reduced after them."""
-        reducing = self.state.total_bytes + self.state.reduced_gradients_bytes + self.reduction_bytes
-        return max(self.bytes_beside_activations + (self.activations_bytes or 0), reducing)
+        """All together, at the worst of the two times."""
+        return self.state.total_bytes + self.communicators_bytes + max(self.running_bytes, self.reducing_bytes)
 
 
 @dataclass(frozen=True)

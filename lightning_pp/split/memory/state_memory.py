@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import Sharding
-from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode
+from lightning_pp.schedule.sharding import ShardingMode
 from lightning_pp.split.fakes.parameters import FakeParameters
 
 
@@ -114,10 +113,6 @@ class StateSizes:
         optimizer_bytes: Of the optimizer's state for each element, see :func:`optimizer_bytes_per_parameter`.
         cpu_offload: Whether what is sharded lies on the host between its uses.
         num_copies: Replicas that average whole gradients.
-
-    Raises:
-        ConfigurationError: ``sharding`` is unknown, ``num_shards`` is below 1, or above 1 with ``replicate``, which
-            cannot be offloaded either.
     """
 
     dtypes: StepDtypes = field(default_factory=StepDtypes)
@@ -127,19 +122,6 @@ class StateSizes:
     optimizer_bytes: float = 0.0
     cpu_offload: bool = False
     num_copies: int = 1
-
-    def __post_init__(self) -> None:
-        sharding, number = self.sharding, self.num_shards
-        if sharding not in SHARDING_MODES:
-            raise ConfigurationError(f"sharding={sharding!r}; it must be one of {', '.join(SHARDING_MODES)}")
-        if number < 1 or (number > 1 and sharding == "replicate"):
-            raise ConfigurationError(
-                f"num_shards={number} with sharding={sharding!r}; it must be at least 1, and 1 if parameters are whole"
-            )
-        if self.cpu_offload and sharding == "replicate":
-            raise ConfigurationError(
-                "cpu_offload=True does not go with sharding='replicate': only what is sharded can be offloaded"
-            )
 
     def of(self, parameters: Iterable[ParameterSize], stages: Collection[int]) -> StateMemory:
         """What ``stages``, all of one rank, hold of ``parameters``."""
@@ -217,7 +199,7 @@ def parameter_sizes(
     ``owners`` has the stages that hold each parameter, ``direct`` the parameters that are used outside their unit, both
     by canonical name.
     """
-    unit_of = _unit_of(fake_parameters.canonical_names, list(units))
+    unit_of = fake_parameters.unit_of_parameters(units)
     sizes = []
     for name, stages in owners.items():
         parameter = fake_parameters.names[name]
@@ -230,51 +212,31 @@ def parameter_sizes(
     return tuple(sizes)
 
 
-def _unit_of(canonical_names: Mapping[str, str], units: Sequence[str]) -> dict[str, str]:
-    """For each canonical name, the first of ``units`` that has the parameter by any of its names."""
-    place_of_unit = {unit: place for place, unit in enumerate(units)}
-    found: dict[str, int] = {}
-    for name, canonical in canonical_names.items():
-        parts = name.split(".")
-        prefixes = (".".join(parts[:length]) for length in range(len(parts)))
-        places = [place_of_unit[prefix] for prefix in prefixes if prefix in place_of_unit]
-        if places:
-            found[canonical] = min(*places, found.get(canonical, len(units)))
-    return {canonical: units[place] for canonical, place in found.items()}
-
-
-def optimizer_bytes_per_parameter(
-    optimizer: Optimizer | type[Optimizer], dtype: torch.dtype = torch.float32, **options: Any
-) -> float:
+def optimizer_bytes_per_parameter(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> float:
     """Bytes of state that an optimizer keeps for each element of a parameter, found by stepping a small parameter.
 
     States that do not grow with the parameter (a step count) do not count. A state that grows slower (Adafactor keeps
     rows and columns) counts as it is for a square of 64 × 64.
 
     Args:
-        optimizer: An optimizer, which is left as it is, or a class.
+        optimizer: An optimizer, which is left as it is.
         dtype: Dtype of the parameters.
-        options: The options of a class.
 
     Raises:
         ConfigurationError: It cannot be stepped with one gradient, as one that needs a closure (LBFGS).
     """
-    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     parameter = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
     try:
-        if isinstance(optimizer, Optimizer):
-            made = copy.copy(optimizer)
-            group = optimizer.param_groups[0] if optimizer.param_groups else optimizer.defaults
-            made.param_groups = [{**group, "params": [parameter], "param_names": ["lone"]}]
-            made.state = defaultdict(dict)
-        else:
-            made = optimizer([parameter], **options)
+        made = copy.copy(optimizer)
+        group = optimizer.param_groups[0] if optimizer.param_groups else optimizer.defaults
+        made.param_groups = [{**group, "params": [parameter], "param_names": ["lone"]}]
+        made.state = defaultdict(dict)
         made.step()
     except Exception as error:
         raise ConfigurationError(
-            f"{kind.__name__} cannot step a single parameter with a gradient ({type(error).__name__}: {error}), so the "
-            "size of its state is not known. Give optimizer_bytes_per_parameter as a number."
+            f"{type(optimizer).__name__} cannot step a single parameter with a gradient ({type(error).__name__}: "
+            f"{error}), so the size of its state is not known."
         ) from error
     state = made.state.get(parameter, {})
     held = [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0]

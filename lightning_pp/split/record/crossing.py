@@ -36,20 +36,15 @@ class Crossing:
 def find_crossing(record: StepRecord, stage_of_call: Sequence[int], num_stages: int) -> Crossing:
     """What crosses between the stages of a step, given the stage of each unit call."""
     of_units = _outputs_of_units(record, stage_of_call, num_stages)
-    if not any(of_units.received) or not has_operations(record):
+    if not any(of_units.received) or not _has_operations(record):
         return of_units
-    found = least_crossing(record, stage_of_call, num_stages)
+    found = _LeastCrossing(record, stage_of_call, num_stages).found()
     if found is None or found.num_bytes(record) >= of_units.num_bytes(record):
         return of_units
     return found
 
 
-def least_crossing(record: StepRecord, stage_of_call: Sequence[int], num_stages: int) -> Crossing | None:
-    """What crosses if results of the code between units may; None if gradients could not go the same way back."""
-    return _LeastCrossing(record, stage_of_call, num_stages).found()
-
-
-def has_operations(record: StepRecord) -> bool:
+def _has_operations(record: StepRecord) -> bool:
     """Whether results of the code between units may cross.
 
     Not where a stage that computes them, and another that receives them, could differ in anything else: in what they

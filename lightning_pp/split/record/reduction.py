@@ -84,6 +84,7 @@ class Reduction:
         depends_on_weights: Whether its result does, and not on the batch alone.
         given: Shapes of the tensors that it is given.
         of_samples: Which of them were made of samples by weights: outputs of units, or what was made of these.
+        of_selected: Whether one of them has, or is made of, rows that values select (``h[mask]``).
         result: Shape of its result; None where that is no tensor.
         numbers: Python numbers that it is given beside tensors.
         value: Its result, where that depends on the batch alone.
@@ -98,6 +99,7 @@ class Reduction:
     depends_on_weights: bool
     given: tuple[Shape, ...]
     of_samples: tuple[bool, ...]
+    of_selected: bool
     result: Shape | None
     numbers: tuple[float, ...]
     value: Tensor | None

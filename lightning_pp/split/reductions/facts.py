@@ -31,8 +31,8 @@ class Fact:
         of_samples: Which of the tensors that it is given were made of samples by weights.
         degrees: Of the numbers that it is given beside tensors; None where one grows, but not as a power.
         adds_samples: Whether it adds to a sum, sample by sample, in a loop over samples.
-        alike: Shapes that it was given, and its result's, where both runs had the same although values of the batch
-            decide shapes; empty where they differed, or no value does.
+        alike: Shapes that it was given, and its result's, where both runs had the same although it reduces rows that
+            values of the batch select; empty where they differed, or no value does.
     """
 
     kind: Kind
@@ -150,7 +150,7 @@ def _times(reductions: Sequence[Reduction]) -> Mapping[Site, int]:
 
 def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_shapes: bool, is_looped: bool) -> Fact:
     over_rows = large is not None and small.given != large.given and small.result == large.result
-    may_be_by_chance = has_dynamic_shapes and large is not None and small.given == large.given
+    may_be_by_chance = has_dynamic_shapes and small.of_selected and large is not None and small.given == large.given
     degrees: tuple[float | None, ...] = ()
     if large is not None and len(large.numbers) == len(small.numbers):
         degrees = tuple(_degree(a, b, ratio) for a, b in zip(small.numbers, large.numbers, strict=True))

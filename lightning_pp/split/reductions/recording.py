@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.record.reduction import Kind, Place, Reduction
 from lightning_pp.split.reductions.functions import LossCall, kind_of
 from lightning_pp.split.reductions.places import Places, line_of
@@ -74,12 +75,19 @@ class ReductionRecorder(OutsideUnits):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function."""
         kwargs = kwargs or {}
-        if running_unit() or kind_of(func) not in _NOTED:
-            self.makes_integers |= func.__name__ in INTEGERS and not running_unit()
+        if running_unit():
             return func(*args, **kwargs)
-        called = self._places.next(func.__name__)
+        is_noted = kind_of(func) in _NOTED
+        self.makes_integers |= func.__name__ in INTEGERS
+        called = self._places.next(func.__name__) if is_noted else None
         result = func(*args, **kwargs)
-        return result if called is None else self._note(func, called, args, kwargs, result)
+        if called is not None:
+            result = self._note(func, called, args, kwargs, result)
+        if _selects(func, args):
+            mark_selected(result)
+        else:
+            pass_on_selected((args, kwargs), result)
+        return result
 
     def _note(self, func: Any, called: Any, args: Any, kwargs: Any, result: Any) -> Any:
         place, frame = called
@@ -109,6 +117,7 @@ class ReductionRecorder(OutsideUnits):
             depends,
             given,
             tuple(map(self._depends_on_units, tensors)),
+            any(hasattr(tensor, _SELECTED) for tensor in tensors),
             shapes_of(result),
             tuple(filter(is_number, (*args, *kwargs.values()))),
             result.detach().clone() if is_plain and kind not in (Kind.PRODUCT, Kind.QUOTIENT, Kind.ADDITION) else None,
@@ -124,6 +133,26 @@ def shapes_of(result: Any) -> Any:
     return tuple(result.shape) if isinstance(result, Tensor) else None
 
 
+def pass_on_selected(given: Any, result: Any) -> None:
+    """Marks what was made of rows that values select, by a unit or a function, as such rows are."""
+    if any(hasattr(tensor, _SELECTED) for tensor in tensors_of(given)):
+        mark_selected(result)
+
+
+def mark_selected(result: Any) -> None:
+    """Notes that ``result`` has, or is made of, rows that values select."""
+    for tensor in tensors_of(result):
+        setattr(tensor, _SELECTED, True)
+
+
+def _selects(func: Any, args: Any) -> bool:
+    indices = args[1] if func.__name__ == "__getitem__" else ()
+    masks = indices if isinstance(indices, tuple) else (indices,)
+    return func.__name__ in _SELECTING or any(isinstance(m, Tensor) and m.dtype is torch.bool for m in masks)
+
+
+_SELECTED = "_pp_selected"
+_SELECTING = ("masked_select", "nonzero", "argwhere", "unique")
 INTEGERS = ("__int__", "__index__")
 _MOST_ELEMENTS = 1 << 16
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
-from lightning_pp.split.data.tree import map_leaves, tensors_of
+from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.record.reduction import Kind, Place
 from lightning_pp.split.record.source_lines import user_line
 from lightning_pp.split.reductions.estimates import follow
@@ -23,8 +23,6 @@ from lightning_pp.split.unit_calls.interception import OutsideUnits, running_uni
 _DEGREE = "_pp_degree"
 _EXTREME = "_pp_extreme"
 _OWN_COUNT = "_pp_own_count"
-_SELECTED = "_pp_selected"
-_SELECTING = ("masked_select", "nonzero", "argwhere", "unique")
 _EQUALITIES = ("eq", "ne", "__eq__", "__ne__")
 
 Count = tuple[Tensor | float, ...] | None
@@ -146,7 +144,6 @@ class ScaledStep(OutsideUnits):
             return func(*args, **kwargs)
         if kind is None or kind is Kind.LINEAR:
             result = self._other(kind, func, args, kwargs)
-            _mark_selected(func, args, kwargs, result)
             if self._follows and not _of_each_row(func, args):
                 follow(kind, func, list(tensors_given(args, kwargs)), (), result, reduces=False, line=user_line)
             return result
@@ -162,7 +159,7 @@ class ScaledStep(OutsideUnits):
                 self._check_known(kind, line_of(frame), result)
             return result
         result = _HANDLERS[kind](self, place, fact, func, args, kwargs)
-        if _mark_selected(func, args, kwargs, result) and fact.alike and kind in _REDUCING:
+        if fact.alike and kind in _REDUCING:
             _check_alike(fact, tuple(tuple(each.shape) for each in tensors_given(args, kwargs)), shapes_of(result))
         if self._follows:
             reduces = fact.over_rows and fact.depends_on_weights
@@ -353,18 +350,6 @@ class ScaledStep(OutsideUnits):
                 "this is a sum or part of a mean. Make the branch depend on the batch's shape or on "
                 "trainer.global_step, or set whole_batch_loss=True on the strategy."
             )
-
-
-def _mark_selected(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
-    """Whether ``result`` has or is made of rows that values select; it is marked then."""
-    indices = args[1] if func.__name__ == "__getitem__" else ()
-    masks = indices if isinstance(indices, tuple) else (indices,)
-    selects = func.__name__ in _SELECTING or any(isinstance(m, Tensor) and m.dtype is torch.bool for m in masks)
-    if not (selects or any(hasattr(tensor, _SELECTED) for tensor in tensors_given(args, kwargs))):
-        return False
-    for tensor in tensors_of(result):
-        setattr(tensor, _SELECTED, True)
-    return True
 
 
 def _check_alike(fact: Fact, given: tuple[tuple[int, ...], ...], result: Any) -> None:

@@ -10,57 +10,36 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.runtime.compilation import NOTHING_TO_COMPILE, CompiledUnits, is_one_operation
-from lightning_pp.schedule import Schedule
 
 _MOST_NAMES = 8
 
 
-class CompiledBackward:
-    """Tells once which units run uncompiled, and which weights get their gradient in I, though the backward is split.
+def tell_of_compiled(groups: ControlGroups, units: CompiledUnits, *, splits_backward: bool) -> None:
+    """Tells which units run uncompiled, and which weights get their gradient in I though the backward is split.
 
     Args:
-        groups: Joins the ranks of the pipeline.
-        units: Those that this rank has compiled.
+        groups: Joins the ranks of the pipeline, all of which have to call it: one small gather.
+        units: Those that this rank has compiled, after a training batch.
+        splits_backward: Whether the schedule splits the backward.
     """
-
-    def __init__(self, groups: ControlGroups, units: CompiledUnits) -> None:
-        self._groups, self._units = groups, units
-        self._has_run = self._splits = self._is_done = False
-
-    def note(self, schedule: Schedule) -> None:
-        """Says that a training batch has been run."""
-        self._has_run, self._splits = True, self._splits or schedule.splits_backward
-
-    def report(self) -> None:
-        """Before a training batch; every rank of the pipeline has to call it. One small gather, once in a training."""
-        if self._is_done or not self._has_run:
-            return
-        self._is_done = True
-        parts = self._groups.gather_in_pipeline((self._units.kept_in_backward(), self._units.uncompiled()))
-        names = list(dict.fromkeys(name for kept, _ in parts for name in kept))
-        if names and self._splits:
-            rank_zero_info(_text(names))
-        if uncompiled := {name: reason for _, reasons in parts for name, reason in reasons.items()}:
-            rank_zero_info(
-                f"compile: {len(uncompiled)} units with parts of matrices run uncompiled: {_listed(list(uncompiled))}. "
-                f"The reason for the first: {next(iter(uncompiled.values()))}"
-            )
-
-    def start_over(self) -> None:
-        """After a step that failed: ranks may have run different numbers of batches, so counting starts again."""
-        self._has_run = False
+    parts = groups.gather_in_pipeline((units.kept_in_backward(), units.uncompiled()))
+    names = list(dict.fromkeys(name for kept, _ in parts for name in kept))
+    if names and splits_backward:
+        rank_zero_info(_text(names))
+    if uncompiled := {name: reason for _, reasons in parts for name, reason in reasons.items()}:
+        rank_zero_info(
+            f"compile: {len(uncompiled)} units with parts of matrices run uncompiled: {_listed(list(uncompiled))}. "
+            f"The reason for the first: {next(iter(uncompiled.values()))}"
+        )
 
 
-def compiled_units(
-    split: SplitModel, rank: int, groups: ControlGroups, options: Mapping[str, Any] | None
-) -> tuple[CompiledUnits | None, CompiledBackward | None]:
-    """The units of ``rank`` to be compiled with ``options``, and what tells of them; None where nothing is compiled."""
+def compiled_units(split: SplitModel, rank: int, options: Mapping[str, Any] | None) -> CompiledUnits | None:
+    """The units of ``rank`` to be compiled with ``options``; None where nothing is compiled."""
     if options is None:
-        return None, None
+        return None
     if all(map(is_one_operation, split.units.values())):
         rank_zero_warn(NOTHING_TO_COMPILE)
-    units = CompiledUnits(split.units_of(rank), options)
-    return units, CompiledBackward(groups, units)
+    return CompiledUnits(split.units_of(rank), options)
 
 
 def _listed(names: list[str]) -> str:

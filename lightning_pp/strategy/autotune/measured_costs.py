@@ -16,7 +16,12 @@ from lightning_pp.planning.stage_costs import BYTES_PER_GIB, crossing_bytes, hel
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.planning.steps.plans import signature_of
 from lightning_pp.runtime.timing import StepTimer
-from lightning_pp.runtime.transport.link_speed import Link, measure_gather_and_reduce, measure_links
+from lightning_pp.runtime.transport.link_speed import (
+    Link,
+    measure_gather_and_reduce,
+    measure_host_copies,
+    measure_links,
+)
 from lightning_pp.schedule import ActionKind, StageCosts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.record.plan import StepPlan
@@ -216,6 +221,25 @@ class CostExchange:
         gathers = [mean([found[stage][0] for _, found in replicas]) for stage in range(num_stages)]
         reductions = [mean([found[stage][1] for _, found in replicas]) for stage in range(num_stages)]
         return p2p, p2p_back, gathers, reductions
+
+    def measure_copies(self, before: StageCosts) -> list[float]:
+        """Milliseconds per stage to copy ``before.held_on_host`` GiB, the longest of all replicas; equal on all ranks.
+
+        All ranks copy at once, as in a step: those of a node may share what leads to its memory. On a CPU nothing is
+        measured, since copies are not made beside the computation there.
+        """
+        split = self._split
+        resolved = before.per_stage(split.placement.num_stages)
+        if self._device.type != "cuda" or not any(resolved.held_on_host):
+            return list(resolved.offload)
+        own = {
+            stage: measure_host_copies(int(resolved.held_on_host[stage] * BYTES_PER_GIB), self._device)
+            for stage in split.placement.stages_of_rank(self._rank)
+            if resolved.held_on_host[stage]
+        }
+        everywhere = self._groups.gather(self._groups.gather_in_pipeline(own), "measured copies")
+        found = [each for of_pipeline in everywhere for each in of_pipeline]
+        return [max((each.get(stage, 0.0) for each in found), default=0.0) for stage in range(len(resolved.offload))]
 
     def _measure_collectives(self, stage: int) -> tuple[float, float]:
         """A gather and a reduction of the stage's parameters over the replicas."""

@@ -24,7 +24,13 @@ from lightning_pp.schedule import Schedule, Sharding, StageCosts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.strategy.autotune.measured_costs import CostExchange, Measured, Profile, Shape
-from lightning_pp.strategy.autotune.tuning_report import comparison, costs_text, predicted_schedules, save_costs
+from lightning_pp.strategy.autotune.tuning_report import (
+    about_copies,
+    comparison,
+    costs_text,
+    predicted_schedules,
+    save_costs,
+)
 from lightning_pp.telemetry import StepPrediction
 
 NUM_WARM_UP_BATCHES = 2
@@ -32,7 +38,9 @@ NUM_WARM_UP_BATCHES = 2
 
 
 class TunedPrograms:
-    """The programs of a training, which it measures and, with ``auto``, replaces once by better ones.
+    """The programs of a training, which it measures and replaces once by better ones.
+
+    With ``auto`` another order may be better; with ``activation_offload`` copies may be made at other times.
 
     A training, on every rank::
 
@@ -164,7 +172,8 @@ class TunedPrograms:
             profile.add(*batch)
         self._noted.clear()
         measured, before = self._exchange.exchange(profile), self._cache.costs
-        costs = replace(measured.costs, offload=before.offload, held_on_host=before.held_on_host)
+        copies = self._exchange.measure_copies(before)
+        costs = replace(measured.costs, offload=copies, held_on_host=before.held_on_host)
         measured = replace(measured, costs=costs)
         self.costs = measured.costs
         if self._is_first and self._options.save_costs is not None:
@@ -178,9 +187,11 @@ class TunedPrograms:
             )
         if not self._options.searches_again:
             return
+        is_searched = self._options.source.is_searched
+        what = "searches for a schedule" if is_searched else "places the copies to the host"
         rank_zero_info(
-            f"{self._asked}: measured {self._options.num_profiled_batches} batches. Rank 0 now searches for a schedule "
-            f"of {measured.num_microbatches} microbatches on {self._split.placement.num_ranks} ranks. The others wait."
+            f"{self._asked}: measured {self._options.num_profiled_batches} batches. Rank 0 now {what} of "
+            f"{measured.num_microbatches} microbatches on {self._split.placement.num_ranks} ranks. The others wait."
         )
         schedule, report = compute_on_rank0(
             lambda: self._search(measured), decides=self._is_first, broadcast=self._broadcast
@@ -189,7 +200,7 @@ class TunedPrograms:
             rank_zero_warn(report)
         else:
             limit = self._options.memory_limit(measured.costs, schedule.placement, self._room_gib)
-            self._cache.use(schedule, measured.costs, limit)
+            self._cache.use(schedule if is_searched else None, measured.costs, limit)
             rank_zero_info(report)
 
     def _search(self, measured: Measured) -> tuple[Schedule | None, str]:
@@ -204,6 +215,8 @@ class TunedPrograms:
         except ScheduleError as error:
             return None, f"{self._asked} keeps the schedule that it began with, {before.name}: {error}"
         seconds = time.perf_counter() - started
+        if not self._options.source.is_searched:
+            return found, f"{about_copies(self._asked, before, found)}\n{costs_text(measured.costs)}"
         return found, "\n".join(
             [
                 f"{self._asked}: {found.name} from now on, found in {seconds:.1f} s ({placement.kind}, "

@@ -13,7 +13,7 @@ from lightning_pp.errors import ScheduleError
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
+from lightning_pp.schedule import ActionKind, Placement, Schedule, StageCosts, available_schedules, build_schedule
 from lightning_pp.schedule.registry import schedule_family
 from lightning_pp.schedule.simulation.costs_file import GIB
 from lightning_pp.strategy.autotune.measured_costs import Measured
@@ -92,6 +92,17 @@ def costs_text(costs: StageCosts) -> str:
         if values:
             parts.append(f"{name} " + " to ".join(dict.fromkeys(f"{ms:.3g}" for ms in (min(values), max(values)))))
     return f"  measured per stage, ms: {', '.join(parts)}"
+
+
+def about_copies(asked: str, before: Schedule, found: Schedule) -> str:
+    """How many microbatches wait on the host, of each rank, and how many did until now."""
+    now, then = (
+        ", ".join(str(sum(action.kind is ActionKind.OFFLOAD for action in program)) for program in schedule.programs)
+        for schedule in (found, before)
+    )
+    return (
+        f"{asked}: of {found.num_microbatches} microbatches, rank by rank, {now} now wait on the host ({then} before)."
+    )
 
 
 def predicted_schedules(

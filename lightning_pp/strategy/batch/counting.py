@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -14,8 +15,10 @@ from torch import nn
 from lightning_pp.errors import SplitError
 from lightning_pp.planning.steps.plans import MAX_PLANS
 from lightning_pp.planning.steps.state import StepState
+from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.rehearsal import Rehearsed, rehearse
 from lightning_pp.split.fakes.parameters import FakeParameters, has_data
+from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.reduction import Place
 from lightning_pp.split.record.source_lines import innermost_user_line
 from lightning_pp.split.record.step_record import StepRecord
@@ -35,30 +38,36 @@ _USES_BETWEEN_CHECKS = 1000
 
 
 @dataclass(frozen=True)
-class CountedStep:
-    """The step on one microbatch.
+class BatchSteps:
+    """The user's step on each microbatch of a batch.
 
     Attributes:
-        record: The dry run that it does the same as.
-        facts: What is known of its calls.
-        needed: The places that count.
-        scale: The microbatch beside its batch.
-        data: The microbatch.
-        call: Runs the user's step on it.
-        seed: Seeds the generators for the code after a unit call.
-        state: What the step may depend on besides its batch; None to rehearse it in any case.
-        is_training: Whether it is an error if it cannot be rehearsed.
+        name: Name of the step.
+        microbatches: The batch.
+        plans: The plan of each.
+        call: Runs the step's code outside units on the microbatch of that index.
+        seeds: For each, what seeds the generators for the code after a unit call.
+        factor: What all weights are multiplied by.
+        state: What the step may depend on besides its batch; None to rehearse every microbatch.
     """
 
-    record: StepRecord
-    facts: Facts
-    needed: Sequence[Place]
-    scale: Scale
-    data: Any
-    call: Callable[[], Any]
-    seed: Callable[[int], None]
+    name: str
+    microbatches: Sequence[Microbatch]
+    plans: Sequence[StepPlan]
+    call: Callable[[int], Any]
+    seeds: Sequence[Callable[[int], None]]
+    factor: float
     state: StepState | None
-    is_training: bool
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it is a training step."""
+        return self.name == "training_step"
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """The records of the plans, each once."""
+        return list({id(plan.record): plan.record for plan in self.plans}.values())
 
 
 class StepCounting:
@@ -89,30 +98,40 @@ class StepCounting:
         self._forward_context = forward_context
         self._traces: dict[int, _Traced] = {}
 
-    def counts_of(self, step: CountedStep) -> Counts:
-        """What the microbatch counts.
+    def count(self, steps: BatchSteps, index: int, facts: Facts, scale: Scale) -> Counts:
+        """What a microbatch counts.
+
+        Args:
+            steps: The steps of the batch.
+            index: The microbatch.
+            facts: What is known of the step's calls.
+            scale: The microbatch beside its batch.
 
         Raises:
             SplitError: The step cannot be rehearsed, or a rehearsal counts other than the trace that has served so far.
         """
-        if not step.needed:
+        record, data = steps.plans[index].record, steps.microbatches[index].data
+        needed = facts.counted(record.reductions)
+        if not needed:
             return {}
         # for the same state, does it the same for all batches of the same shapes?
-        draws = step.record.may_branch_at_random or step.record.inter_unit_draws.in_python
-        varies = step.record.depends_on_batch_values or draws or step.record.edits_batch
-        if step.state is None or varies:
-            return self._rehearsed(step, None)
-        traced = self._traced(step.record)
-        if not step.state.matches(traced.state, with_progress=step.record.reads_progress):
-            traced.start(step.state)
+        draws = record.may_branch_at_random or record.inter_unit_draws.in_python
+        varies = record.depends_on_batch_values or draws or record.edits_batch
+        if steps.state is None or not steps.is_training or varies:
+            return self._rehearsed(steps, index, facts, scale, _Until(needed))
+        traced = self._traced(record)
+        if not steps.state.matches(traced.state, with_progress=record.reads_progress):
+            traced.start(steps.state)
         if traced.trace and traced.serves():
-            return self._by_trace(traced.trace, step.data)
-        tracing = CountTrace(step.data, step.facts) if traced.trace is None else None
-        counts = self._rehearsed(step, tracing)
-        if tracing is not None:
-            traced.trace = tracing.found if set(tracing.found) == set(step.needed) else {}
-        elif traced.trace:
-            traced.compare(self._by_trace(traced.trace, step.data), counts, step.facts)
+            return self._by_trace(traced.trace, data)
+        if traced.trace is None:
+            tracing = CountTrace(data, facts)
+            counts = self._rehearsed(steps, index, facts, scale, _Until(needed, tracing))
+            traced.trace = tracing.found if set(tracing.found) == set(needed) else {}
+            return counts
+        counts = self._rehearsed(steps, index, facts, scale, _Until(needed))
+        if traced.trace:
+            traced.compare(self._by_trace(traced.trace, data), counts, facts)
         return counts
 
     def _by_trace(self, trace: Trace, data: Any) -> Counts:
@@ -127,25 +146,24 @@ class StepCounting:
             found = self._traces[id(record)] = _Traced(weakref.ref(record))
         return found
 
-    def _rehearsed(self, step: CountedStep, tracing: CountTrace | None) -> Counts:
+    def _rehearsed(self, steps: BatchSteps, index: int, facts: Facts, scale: Scale, counted: _Until) -> Counts:
         """Rehearses the step until it has reached all that is counted."""
-        counted = _Until(step.needed, tracing)
+        record, device = steps.plans[index].record, self._fakes.device
         with ExitStack() as stack:
             stack.enter_context(StepLogs().of_step(self._module, None))
             stack.enter_context(self._metrics.suspended())
             stack.enter_context(loggers_muted(trainer_of(self._module)))
             stack.enter_context(trainer_watched(self._module))
             stack.enter_context(uncompiled())
-            stack.enter_context(ScaledStep(step.facts, step.scale, has_data, counted))
-            if tracing is not None:
-                stack.enter_context(tracing)
+            stack.enter_context(ScaledStep(facts, scale, has_data, counted))
+            stack.enter_context(counted.tracing or nullcontext())
             stack.enter_context(self._fakes.all_fake() if self._fakes.stand_for_shards else nullcontext())
-            preserving = preserved_state(self._module) if step.record.mutated_attributes else None
-            device = self._fakes.device
-            _, failure = rehearse(step.record, self._units, step.call, device, step.seed, preserving=preserving)
+            preserving = preserved_state(self._module) if record.mutated_attributes else None
+            call = partial(steps.call, index)
+            _, failure = rehearse(record, self._units, call, device, steps.seeds[index], preserving=preserving)
         if failure is None or counted.are_complete:
             return counted
-        if not step.is_training:  # an evaluation, whose end may need data; its first batch is checked
+        if not steps.is_training:  # an evaluation, whose end may need data; its first batch is checked
             return {}
         raise SplitError(
             f"{innermost_user_line(failure)} raised {type(failure).__name__} in a rehearsal on made-up values, which "
@@ -162,10 +180,10 @@ class _Until(dict[Place, Count]):
         tracing: Is told of each count.
     """
 
-    def __init__(self, needed: Sequence[Place], tracing: CountTrace | None) -> None:
+    def __init__(self, needed: Sequence[Place], tracing: CountTrace | None = None) -> None:
         super().__init__()
         self._needed = set(needed)
-        self._tracing = tracing
+        self.tracing = tracing
 
     @property
     def are_complete(self) -> bool:
@@ -174,8 +192,8 @@ class _Until(dict[Place, Count]):
 
     def __setitem__(self, place: Place, count: Count) -> None:
         super().__setitem__(place, count)
-        if self._tracing is not None:
-            self._tracing.note_count(place)
+        if self.tracing is not None:
+            self.tracing.note_count(place)
         if self.are_complete:
             raise Rehearsed
 

@@ -23,11 +23,11 @@ from lightning_pp.split.dry_run.weight_updates import RepeatedUpdates
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.reductions.recording import EarlierRun
-from lightning_pp.strategy.batch.counting import StepCounting
+from lightning_pp.strategy.batch.counting import BatchSteps, StepCounting
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.differences import Around
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
-from lightning_pp.strategy.batch.scaling import BatchScaling, BatchSteps, ScaledBatch, TwoSizes, two_sizes
+from lightning_pp.strategy.batch.scaling import BatchScaling, ScaledBatch, TwoSizes, two_sizes
 from lightning_pp.strategy.batch.scopes import StepScopes
 from lightning_pp.strategy.batch.whole_batch import (
     END_OF_BATCH,
@@ -133,7 +133,7 @@ class BatchPreparation:
                 return call_part(index, None)
 
         is_traced = around is None and not self._rehearses(microbatches[0])
-        scaled = self._scaling.of_batch(
+        scaled = self._scaling.start_counting(
             BatchSteps(call.step, microbatches, plans, rehearse, seeds, factor, state if is_traced else None),
             sizes=lambda: self.two_sizes(microbatches, batch),
             record_at=partial(self._record_at, call, seeds[0], state),

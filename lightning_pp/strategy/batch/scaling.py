@@ -9,10 +9,8 @@ from typing import Any
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import SplitError
-from lightning_pp.planning.steps.state import StepState
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.fakes.parameters import has_data
-from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.reduction import Place
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.reductions.counting import Counts, are_equal, need_no_correction, on_host, total_of
@@ -20,7 +18,7 @@ from lightning_pp.split.reductions.estimates import estimate_of
 from lightning_pp.split.reductions.facts import Facts
 from lightning_pp.split.reductions.recording import EarlierRun
 from lightning_pp.split.reductions.scaling import Count, Scale, ScaledStep
-from lightning_pp.strategy.batch.counting import CountedStep, StepCounting
+from lightning_pp.strategy.batch.counting import BatchSteps, StepCounting
 from lightning_pp.strategy.results.outputs import loss_of
 
 PER_MICROBATCH = (
@@ -69,39 +67,6 @@ def two_sizes(
         first = cut(batch, max(1, len(microbatches) // 2))[0]
     parts = cut(first.data, 2)
     return TwoSizes(replace(first, weight=1.0), parts, is_cut_by_user) if len(parts) == 2 else None
-
-
-@dataclass(frozen=True)
-class BatchSteps:
-    """The user's step on each microbatch of a batch.
-
-    Attributes:
-        name: Name of the step.
-        microbatches: The batch.
-        plans: The plan of each.
-        call: Runs the step's code outside units on the microbatch of that index.
-        seeds: For each, what seeds the generators for the code after a unit call.
-        factor: What all weights are multiplied by.
-        state: What the step may depend on besides its batch; None to rehearse every microbatch.
-    """
-
-    name: str
-    microbatches: Sequence[Microbatch]
-    plans: Sequence[StepPlan]
-    call: Callable[[int], Any]
-    seeds: Sequence[Callable[[int], None]]
-    factor: float
-    state: StepState | None
-
-    @property
-    def is_training(self) -> bool:
-        """Whether it is a training step."""
-        return self.name == "training_step"
-
-    @property
-    def records(self) -> list[StepRecord]:
-        """The records of the plans, each once."""
-        return list({id(plan.record): plan.record for plan in self.plans}.values())
 
 
 @dataclass
@@ -191,7 +156,7 @@ class BatchScaling:
         # whether replicas wait for each other before a step's programs; the same on all replicas
         self._waits_early: dict[str, bool] = {}
 
-    def of_batch(
+    def start_counting(
         self,
         steps: BatchSteps,
         *,
@@ -227,13 +192,11 @@ class BatchScaling:
         count = partial(self._count, batch, facts, steps)
         batch.counts = count()
         batch.totals = total_of(batch.counts, facts)
-        counts_may_depend_on_counts = any(
-            facts.counts_may_depend_on_counts(facts.counted(record.reductions)) for record in records
-        )
+        may_depend = any(facts.counts_may_depend_on_counts(facts.counted(record.reductions)) for record in records)
         if num_replicas > 1:
-            self._join_replicas(batch, steps, count, counts_may_depend_on_counts)
+            self._join_replicas(batch, facts, steps, count, may_depend)
         else:
-            if counts_may_depend_on_counts:
+            if may_depend:
                 _settle(
                     batch, count, lambda counts: [total_of(counts, facts)], lambda told: dict(told[0]), [batch.totals]
                 )
@@ -243,98 +206,47 @@ class BatchScaling:
     def _count(self, batch: ScaledBatch, facts: Facts, steps: BatchSteps) -> list[Counts]:
         """What each microbatch counts, given what ``batch`` counts so far."""
         return [
-            self._counting.counts_of(
-                CountedStep(
-                    plan.record,
-                    facts,
-                    facts.counted(plan.record.reductions),
-                    Scale(batch.shares[index], batch.totals),
-                    steps.microbatches[index].data,
-                    partial(steps.call, index),
-                    steps.seeds[index],
-                    steps.state if steps.is_training else None,
-                    is_training=steps.is_training,
-                )
-            )
-            for index, plan in enumerate(steps.plans)
+            self._counting.count(steps, index, facts, Scale(batch.shares[index], batch.totals))
+            for index in range(len(steps.plans))
         ]
 
     def _join_replicas(
-        self,
-        batch: ScaledBatch,
-        steps: BatchSteps,
-        count: Callable[[], list[Counts]],
-        counts_may_depend_on_counts: bool,
+        self, batch: ScaledBatch, facts: Facts, steps: BatchSteps, count: Callable[[], list[Counts]], may_depend: bool
     ) -> None:
-        """Starts to tell the other replicas.
+        """Starts to tell the other replicas; ``batch`` gets shares, weights and totals when they are waited for.
 
-        Counting again copies to the host, which must not wait within a program. So the others are waited for before it
-        where they have counted again in an earlier batch, and in the first batch, of which nobody knows.
+        Counts that may depend on each other in any replica are counted again, on all replicas in the same batch. This
+        copies to the host, which must not wait within a program. So the others are waited for before it where they have
+        counted again in an earlier batch, and in the first batch, of which nobody knows.
         """
+        groups, num_samples = self._groups, [microbatch.num_samples for microbatch in steps.microbatches]
+        mine = sum(num_samples), may_depend, on_host(facts.named(batch.totals))
+        gather = groups.start_gather(mine, "the samples of a batch")
 
-        def settles() -> None:
-            self._waits_early[steps.name] = True
+        def tell(counts: Sequence[Counts]) -> list[Mapping[Any, Count]]:
+            return groups.gather(on_host(facts.named(total_of(counts, facts))), "the counts of a batch")
 
-        join = _Replicas(self._groups, batch, steps, count, counts_may_depend_on_counts, settles)
-        batch.wait_for_replica_counts = join.wait
+        def join(told: Sequence[Mapping[Any, Count]]) -> dict[Place, Count]:
+            return total_of([facts.placed(counts) for counts in told], facts)
+
+        def wait() -> None:
+            batch.wait_for_replica_counts = _nothing  # the two would keep each other, and the batch
+            gathered = gather()
+            total = sum(samples for samples, _, _ in gathered)
+            batch.shares = [samples / total for samples in num_samples]
+            batch.loss_weights[:] = [share * groups.num_replicas * steps.factor for share in batch.shares]
+            told = [counts for *_, counts in gathered]
+            batch.totals = join(told)
+            if any(may_depend for _, may_depend, _ in gathered):
+                self._waits_early[steps.name] = True
+                _settle(batch, count, tell, join, told)
+            batch.drop_facts_without_use()
+
+        batch.wait_for_replica_counts = wait
         waits_early = self._waits_early.get(steps.name, True)
         self._waits_early.setdefault(steps.name, False)
         if waits_early:
-            join.wait()
-
-
-class _Replicas:
-    """What the last stages of all replicas tell each other of one batch.
-
-    Args:
-        groups: Joins them.
-        batch: This replica's; gets the global batch's shares, weights and totals.
-        steps: Its steps.
-        count: Counts again, with what is known by then.
-        counts_may_depend_on_counts: Whether its counts may depend on each other.
-        settles: Called where those of any replica may: all of them do so in the same batch.
-    """
-
-    def __init__(
-        self,
-        groups: ControlGroups,
-        batch: ScaledBatch,
-        steps: BatchSteps,
-        count: Callable[[], list[Counts]],
-        counts_may_depend_on_counts: bool,
-        settles: Callable[[], None],
-    ) -> None:
-        assert batch.facts is not None
-        self._settles = settles
-        self._groups, self._batch, self._facts, self._count = groups, batch, batch.facts, count
-        self._num_samples = [microbatch.num_samples for microbatch in steps.microbatches]
-        self._factor = steps.factor
-        named = self._facts.named(batch.totals)
-        self._gather: Callable[[], list[Any]] | None = groups.start_gather(
-            (sum(self._num_samples), counts_may_depend_on_counts, on_host(named)), "the samples of a batch"
-        )
-
-    def wait(self) -> None:
-        """The first time: waits for the others."""
-        if self._gather is None:
-            return
-        gathered, self._gather = self._gather(), None
-        total = sum(samples for samples, _, _ in gathered)
-        batch = self._batch
-        batch.shares = [samples / total for samples in self._num_samples]
-        batch.loss_weights[:] = [share * self._groups.num_replicas * self._factor for share in batch.shares]
-        batch.totals = self._joined([counts for *_, counts in gathered])
-        if any(counts_may_depend_on_counts for _, counts_may_depend_on_counts, _ in gathered):
-            self._settles()
-            _settle(batch, self._count, self._exchanged, self._joined, [counts for *_, counts in gathered])
-        batch.drop_facts_without_use()
-        batch.wait_for_replica_counts = _nothing  # the two would keep each other, and the batch
-
-    def _exchanged(self, counts: Sequence[Counts]) -> list[Mapping[Any, Count]]:
-        return self._groups.gather(on_host(self._facts.named(total_of(counts, self._facts))), "the counts of a batch")
-
-    def _joined(self, of_replicas: Sequence[Mapping[Any, Count]]) -> dict[Place, Count]:
-        return total_of([self._facts.placed(counts) for counts in of_replicas], self._facts)
+            wait()
 
 
 def _settle(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import nullcontext
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -20,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 import lightning_pp.checkpoint as stored
-from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
+from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together_if_several, from_root
 from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME, checkpoint_at
 from lightning_pp.checkpoint.storage.location import Location, is_file, is_folder, is_remote, is_url, locate, names_in
 from lightning_pp.strategy._lightning_private import folder_of, replace_search_for_last
@@ -64,7 +63,7 @@ class LastCheckpoints:
         }:
             return path
         candidates = [here]
-        with nullcontext() if ranks is None else fail_together():
+        with fail_together_if_several(ranks):
             if ranks is None or ranks.is_root:
                 target = _target(candidates[0])
                 near = _target(here.parent)

@@ -131,15 +131,11 @@ class GradientNorms:
         """Within, the two functions are these, where Lightning and torch have them and in the user's modules."""
         originals = grads.grad_norm, torch.nn.utils.clip_grad_norm_
 
-        @functools.wraps(originals[0])
-        def grad_norm(module: nn.Module, norm_type: Any, group_separator: str = "/") -> dict[str, Any]:
-            return self(originals[0], module, norm_type, group_separator)
-
-        @functools.wraps(originals[1])
-        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Tensor:
-            return self.clip_grad_norm_(originals[1], *args, **kwargs)
-
-        ours = grad_norm, clip_grad_norm_
+        grad_norm, clip_grad_norm_ = originals
+        ours = (
+            functools.update_wrapper(functools.partial(self, grad_norm), grad_norm),
+            functools.update_wrapper(functools.partial(self.clip_grad_norm_, clip_grad_norm_), clip_grad_norm_),
+        )
         _exchange(originals, ours)
         try:
             yield

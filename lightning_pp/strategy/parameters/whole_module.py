@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_pp.checkpoint import RankPart
 from lightning_pp.checkpoint.ownership.rank_part import set_extra_state, to_save
-from lightning_pp.checkpoint.ownership.ranks import Ranks, give_to_all
+from lightning_pp.checkpoint.ownership.ranks import Ranks, gather_entries
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.split._torch_private import buffers_of
 from lightning_pp.strategy.parameters.gradients import StageGradients
@@ -21,7 +21,7 @@ def make_whole(part: RankPart, split: SplitModel, gradients: StageGradients) -> 
     """
     ranks = Ranks.from_mesh(part.mesh)
     mine = to_save(part.destinations(), part.catalog, ranks.pipeline_rank)
-    values = give_to_all(mine, ranks, part.cuts)
+    values = gather_entries(mine, ranks, part.cuts, on_all=True)
     gradients.take_apart()
     module = split.module
     parameters = {split.fake_parameters.canonical_names[name] for name in split.fake_parameters.names}

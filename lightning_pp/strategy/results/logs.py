@@ -181,10 +181,7 @@ class StepLogs:
 
         Raises:
             MisconfigurationException: Two microbatches logged different kinds of values under one key.
-            ValueError: More microbatches were recorded than there are weights.
         """
-        if self._microbatches and max(self._microbatches) >= len(weights):
-            raise ValueError(f"microbatch {max(self._microbatches)} was recorded, but there are {len(weights)} weights")
         parts: list[list[LogCall]] = []
         for index in sorted(self._microbatches):
             weight, recorded = weights[index] * num_samples, self._microbatches[index]

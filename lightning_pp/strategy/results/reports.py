@@ -18,11 +18,10 @@ from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch
 from lightning_pp.distributed.messages import MessageLine
 from lightning_pp.errors import NonFiniteError
 from lightning_pp.runtime.host_copies import HostCopies
-from lightning_pp.strategy.results.finite_losses import LossCheck
 from lightning_pp.strategy.results.log_calls import LogCall
 from lightning_pp.strategy.results.logs import StepLogs, replay
 from lightning_pp.strategy.results.metrics import PipelineMetrics
-from lightning_pp.strategy.results.outputs import packed_outputs, unpacked_outputs
+from lightning_pp.strategy.results.outputs import loss_of, packed_outputs, unpacked_outputs
 
 Merged = tuple[Any, list[Any]]
 """What the step returned for the whole batch, and what became of the attributes that it keeps."""
@@ -58,11 +57,15 @@ class ReportedBatch(NamedTuple):
         weights: Share of each microbatch.
         num_samples: Samples of the replica's batch.
         fingerprint: Of the batch that this rank saw; None: it is not compared.
+        finite_in: Names the batch and this rank, if its losses have to be finite; None: nobody looks.
+        raises: Whether every rank of every pipeline raises that a loss is not finite, in place of telling it.
     """
 
     weights: Sequence[float]
     num_samples: int
     fingerprint: Fingerprint | None = None
+    finite_in: str | None = None
+    raises: bool = False
 
 
 class BatchReport:
@@ -75,7 +78,6 @@ class BatchReport:
         batch: What the batch is here.
         device: Where this rank computes.
         metrics: Those of the module, whose counts of updates are told; None for none.
-        losses: Looks at the losses; None for not.
         trainer: The step may set its ``should_stop``; None: nobody looks.
 
     Attributes:
@@ -91,12 +93,10 @@ class BatchReport:
         batch: ReportedBatch,
         device: torch.device,
         metrics: PipelineMetrics | None = None,
-        losses: LossCheck | None = None,
         trainer: pl.Trainer | None = None,
     ) -> None:
         self._trainer = trainer
         self.nonfinite: str | None = None
-        self._losses = losses
         self._line = line
         self._metrics = metrics
         self._logs = logs
@@ -125,20 +125,23 @@ class BatchReport:
             packed = packed_outputs(self._own, copies) if self._line.groups.batch is not None else None
         except Exception as error:  # every rank of the pipeline raises it at the end of its step
             failure = error
-        found = None if self._losses is None else self._losses.begin(outputs, copies)
+        counted = outputs[: len(self._batch.weights)] if self._batch.finite_in is not None else ()
+        losses = [copies.copy(loss_of(output)) for output in counted]
         copies.end()
         counts = [] if self._metrics is None else self._metrics.update_counts()
         should_stop = self._trainer is not None and self._trainer.should_stop
 
         def produce() -> _Content:
             copies.wait()
-            finding = None if found is None else found()
             calls, total, finding = self._logs.merge_over_replicas(
-                self._batch.weights, self._batch.num_samples, self._line.groups, finding
+                self._batch.weights,
+                self._batch.num_samples,
+                self._line.groups,
+                _not_finite(losses, self._batch.finite_in),
             )
             if failure is not None:
                 raise failure
-            if finding is not None and self._losses is not None and self._losses.raises:
+            if finding is not None and self._batch.raises:
                 raise NonFiniteError(finding)
             return _Content(calls, total, packed, self._batch.fingerprint, counts, finding, should_stop)
 
@@ -174,3 +177,13 @@ class BatchReport:
             self._metrics.apply_counts(content.update_counts)
         merged: Merged = unpacked_outputs(content.merged, self._device)
         return merged
+
+
+def _not_finite(losses: Sequence[torch.Tensor], where: str | None) -> str | None:
+    """Which loss is not finite, in words; None for none."""
+    for number, loss in enumerate(losses):
+        if not bool(loss.isfinite().all()):
+            of_what = f"microbatch {number + 1} of {len(losses)}" if len(losses) > 1 else "the whole batch"
+            value = float(loss) if loss.numel() == 1 else loss.tolist()
+            return f"The loss of {of_what} is {value}, in {where}."
+    return None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim.swa_utils import AveragedModel
 
@@ -21,7 +19,8 @@ from lightning_pp.split.dry_run.weight_updates import Updates, updates_by
 from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.strategy._lightning_private import results_of
 from lightning_pp.strategy.lightning.patching import replaced
-from lightning_pp.strategy.step.dry_steps import logging_to
+from lightning_pp.strategy.step.dry_steps import loggers_muted, logging_to
+from lightning_pp.strategy.step.held_output import output_held
 
 _BEFORE_ZERO_GRAD = "on_before_zero_grad"
 _HOOKS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
@@ -75,14 +74,9 @@ class UpdateHooks:
         self.updates: Updates = updates
 
     def _updates_of(self, name: str, arguments: tuple[Any, ...]) -> Updates:
-        trainer = self._module.trainer
-        loggers, trainer.loggers = trainer.loggers, [DummyLogger()]
-        with logging_to(self._module, lambda value: None), redirect_stdout(io.StringIO()):
-            try:
-                call = partial(getattr(self._module, name), *arguments)
-                return updates_by(name, call, self._module, self._fake_parameters)
-            finally:
-                trainer.loggers = loggers
+        call = partial(getattr(self._module, name), *arguments)
+        with loggers_muted(self._module.trainer), logging_to(self._module, lambda value: None), output_held():
+            return updates_by(name, call, self._module, self._fake_parameters)
 
     def attached(self, groups: ControlGroups) -> AbstractContextManager[None]:
         """Within, these hooks see every parameter, in the order of one device; those of other stages are fakes.

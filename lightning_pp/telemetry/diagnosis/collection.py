@@ -9,17 +9,19 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.runtime.split_backward.deferral import WeightGradientQueue
 from lightning_pp.runtime.timing import ActionTimes, StepTimer
 from lightning_pp.schedule import Action, Schedule
 from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis, diagnose
-from lightning_pp.telemetry.diagnosis.evidence import Evidence, PlanFacts, RankEvidence
+from lightning_pp.telemetry.diagnosis.evidence import Evidence, RankEvidence
 from lightning_pp.telemetry.gathering import gather
+
+if TYPE_CHECKING:
+    from lightning_pp.telemetry.measurement import MeasurablePipeline
 
 NUM_STEPS = 8
 """Steps that a diagnosis looks at, the latest of those with the same actions."""
@@ -30,31 +32,6 @@ _FAR_LONGER = 1.5
 _MOMENTS = ("asked_ms", "start_ms", "end_ms", "early_ms")
 
 
-class DiagnosablePipeline(Protocol):
-    """What runs one rank of a pipeline, as far as a diagnosis asks it.
-
-    Attributes:
-        rank: This rank's place in the pipeline.
-        replica: This pipeline's place among its replicas.
-        last_training_step: The schedule and the times of the last training batch; a new pair for each.
-        last_num_samples: Samples in that batch.
-        is_settled: Whether the schedule will stay as it is; the same on every rank.
-    """
-
-    rank: int
-    replica: int
-    last_training_step: tuple[Schedule, StepTimer] | None
-    last_num_samples: int
-
-    @property
-    def is_settled(self) -> bool: ...
-
-    @property
-    def groups(self) -> ControlGroups: ...
-
-    def plan_facts(self) -> PlanFacts: ...
-
-
 class StepWindow:
     """The latest steps of one rank of the first replica; other replicas are not looked at.
 
@@ -62,7 +39,7 @@ class StepWindow:
         pipeline: What runs on this rank.
     """
 
-    def __init__(self, pipeline: DiagnosablePipeline) -> None:
+    def __init__(self, pipeline: MeasurablePipeline) -> None:
         self._pipeline = pipeline
         self._is_measured = pipeline.replica == 0
         self._steps: deque[tuple[StepTimer, float, float]] = deque(maxlen=NUM_STEPS)

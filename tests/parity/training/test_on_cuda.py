@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
-from lightning_pp.planning.memory.limit import Need
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.strategy.parameters.precision import step_dtypes
 
@@ -169,7 +168,7 @@ def held_and_estimated(device: str) -> tuple[int, float, int]:
     estimate = model.estimate(split.record, split.partition, split.placement, split.parameter_sizes, schedule)
     memory = estimate.ranks[engine.rank]
     assert memory.activations_bytes is not None
-    estimated = Need(memory, memory.activations_bytes).peak_bytes + WORKSPACE_BYTES[device]
+    estimated = memory.peak_bytes + WORKSPACE_BYTES[device]
     return peaks.peak_bytes, estimated, peaks.up_to_update
 
 

@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.planning.model_cutter import ModelCutter
-from lightning_pp.strategy.plan_only import look_at_cuts
+from lightning_pp.strategy.plan_only import FirstStep, look_at_first_step
 
 # before the feed-forward part of one block, and before attention's of another
 GPT2 = ("model.transformer.h.0.mlp", "model.transformer.h.2.attn", "model.transformer.h.3.mlp")
@@ -249,10 +248,11 @@ def planned_unequal(inner: int, schedule: str) -> dict[str, int]:
     strategy = unequal_strategy(schedule)
     strategy.num_nodes, strategy.parallel_devices = 1, [torch.device("cpu")] * 2
 
-    def look(cutter: ModelCutter) -> dict[str, int]:
+    def look(step: FirstStep) -> dict[str, int]:
+        cutter = step.cutter(strategy.options, strategy.sizes)
         return dict(cutter.split(cutter.placement()).split.partition.stage_of_unit)
 
-    return look_at_cuts({}, ThreeUnequal(inner), None, strategy.options, strategy.sizes, look)
+    return look_at_first_step({}, ThreeUnequal(inner), None, look)
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("zb_h1", marks=pytest.mark.nightly), "auto"])

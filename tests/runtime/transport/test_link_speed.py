@@ -6,11 +6,12 @@ import gc
 import os
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 from pool import WorkerPool
 
-from lightning_pp.runtime.transport.link_speed import Link, measure_links
+from lightning_pp.runtime.transport.link_speed import Link, measure_host_copies, measure_links
 
 LINKS = [Link(0, 1, 1 << 10), Link(1, 0, 1 << 10), Link(0, 1, 8 << 20)]
 
@@ -44,3 +45,11 @@ def test_measuring_links_leaves_no_group_connection_thread_or_memory(pool: Worke
         assert second == first
         assert second["bytes"] < 1 << 20
         assert time > 0
+
+
+@pytest.mark.gpu
+def test_twice_as_much_takes_twice_as_long_to_the_host() -> None:
+    device = torch.device("cuda")
+    one, two = (measure_host_copies(num_bytes, device) for num_bytes in (1 << 25, 1 << 26))
+    assert 0 < one < two < 4 * one
+    assert one > 1e3 * (1 << 25) / (200 << 30), "no host is as fast as 200 GiB/s"

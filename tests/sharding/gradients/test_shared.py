@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pp.errors import ConfigurationError
 from lightning_pp.sharding import ReplicatedGradients, ShardedUnits, SharedParameters, broadcast_parameters
 from lightning_pp.split.memory.state_memory import ParameterSize, StateSizes
 
@@ -101,15 +100,6 @@ def shared_and_sharded() -> tuple[float, bool]:
 def test_sharded_parameters_are_shared_shard_by_shard(pool: WorkerPool) -> None:
     results = pool.run(shared_and_sharded, world_size=4, process_group=True)
     assert results == [(0.0, True)] * 2 + [(0.0, False)] * 2
-
-
-def missing_holder() -> None:
-    with pytest.raises(ConfigurationError, match=r"rank \d holds the shared parameter weight, .*holders are \[5\]"):
-        SharedParameters({"weight": nn.Parameter(torch.ones(1))}, {"weight": [5]})
-
-
-def test_holders_must_name_this_rank(pool: WorkerPool) -> None:
-    pool.run(missing_holder, world_size=1, process_group=True)
 
 
 def replicated(dtype: torch.dtype, bucket_bytes: int) -> tuple[list[Any], dict[str, int]]:
@@ -214,16 +204,3 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 def test_broadcast_of_initial_values(pool: WorkerPool) -> None:
     assert pool.run(broadcast, world_size=4, process_group=True) == [True] * 4
-
-
-def broadcast_sharded() -> None:
-    unit = nn.Linear(2, 2)
-    ShardedUnits({"unit": unit}, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(ConfigurationError, match=r"shape \(2, 2\) is sharded"):
-        broadcast_parameters(unit)
-    with pytest.raises(ConfigurationError, match=r"shape \(2, 2\) is sharded"):
-        ReplicatedGradients(unit.parameters())
-
-
-def test_sharded_parameters_are_refused(pool: WorkerPool) -> None:
-    pool.run(broadcast_sharded, world_size=1, process_group=True)

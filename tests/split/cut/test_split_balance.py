@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pp.schedule import Placement
-from lightning_pp.split.cut.balance import TIME_SLACK, CutProblem, balanced_starts, even_starts, smallest_limit
+from lightning_pp.split.cut.balance import TIME_SLACK, CutProblem, balanced_starts, even_starts
 
 _NUMBER = st.floats(0.01, 10.0)
 
@@ -103,17 +103,6 @@ def test_memory_limits_are_kept_wherever_one_stage_a_rank_or_a_v_can(problem: Cu
     if starts is not None and legal and problem.placement.kind != "interleaved":
         fastest = min(max(_rank_times(problem, cuts)) for cuts in legal)
         assert max(_rank_times(problem, starts)) <= fastest * (1 + TIME_SLACK + 1e-6)
-
-
-@settings(max_examples=100, deadline=None)
-@given(problems())
-def test_the_smallest_limit_works_and_is_exact_for_one_stage_a_rank(problem: CutProblem) -> None:
-    least = min(max(_rank_bytes(problem, cuts)) for cuts in _all_cuts(problem))
-    named = smallest_limit(problem)
-    assert named >= least * (1 - 1e-9)
-    if problem.placement.kind == "one chunk":
-        assert named == pytest.approx(least)
-    assert balanced_starts(replace(problem, limits=[named * (1 + 1e-6)] * problem.placement.num_ranks)) is not None
 
 
 def _sum_of_squares(problem: CutProblem, starts: list[int]) -> float:

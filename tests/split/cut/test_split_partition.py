@@ -145,7 +145,7 @@ def test_weights_of_units_move_the_cut() -> None:
     assert units_of(partition)[1] == ["blocks.5", "head"]
 
 
-def test_a_memory_limit_moves_the_cut_and_one_that_is_too_small_names_the_least() -> None:
+def test_a_memory_limit_moves_the_cut_and_one_that_is_too_small_is_refused() -> None:
     record, num_parameters = stacked()
     names = list(record.first_calls())
     equal = {unit: UnitCost(1.0, 1.0, 1.0) for unit in names}
@@ -162,7 +162,7 @@ def test_a_memory_limit_moves_the_cut_and_one_that_is_too_small_names_the_least(
 
     assert [len(units) for units in units_of(cut(20.0))] == [4, 4]
     assert [len(units) for units in units_of(cut(10.0))] == [3, 5]
-    with pytest.raises(ConfigurationError, match=r"memory limit of 9\.500 GiB a rank: at least 10\.000 GiB"):
+    with pytest.raises(ConfigurationError, match="No cut of the model into 2 stages keeps the memory limits"):
         cut(9.5)
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import split_model
 from model_parts import Block
 from one_process import CPU, build, recorded
 from torch import Tensor, nn
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.cuts import CutOptions
-from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, assign_stages, record_model
-from lightning_pp.schedule import Placement
+from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, record_model
 
 WORDS, WIDTH = 96, 8
 BATCH = torch.arange(24).view(3, 8) % WORDS
@@ -125,7 +125,7 @@ def test_parts_are_units_after_the_blocks_and_share_the_weight() -> None:
     parts = [f"head[{first}:{first + 24}]" for first in (0, 24, 48, 72)]
     assert list(recording.record.first_calls())[-4:] == parts
     assert recording.record.split_head == "head" and recording.whole is None
-    split = assign_stages(recording, placement=Placement.interleaved(3), split_points=["blocks.1", "head[24:48]"])
+    split = split_model(recording, 3, ["blocks.1", "head[24:48]"])
     assert split.owners["head.weight"] == split.owners["head.bias"] == (1, 2)
     assert split.partition.stage_of_unit["head"] == 2  # where steps find it that need all logits
     crossing = [edge.spec.shape for edge in split.step_plan().edges if (edge.source, edge.target) == (1, 2)]
@@ -146,9 +146,7 @@ def test_a_head_that_is_called_twice_is_not_cut() -> None:
 
 
 def test_a_step_of_another_kind_calls_the_whole_head_where_its_weight_is() -> None:
-    split = assign_stages(
-        recording_of(Model), placement=Placement.interleaved(3), split_points=["blocks.1", "head[24:48]"]
-    )
+    split = split_model(recording_of(Model), 3, ["blocks.1", "head[24:48]"])
     plan = split.plans.plan("validation", recorded(split.module, BATCH, "validation_step"), with_gradients=False)
     assert [call.unit for call in plan.record.calls][-1] == "head"
     assert [stage.stage for stage in plan.stages if len(plan.record.calls) - 1 in stage.owned_calls] == [2]

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
 from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
+from lightning_pp.schedule.offloading import with_offloading
 from lightning_pp.schedule.simulation.costs_file import read_costs_file
 from lightning_pp.strategy.autotune import measured_costs
 
@@ -55,7 +56,7 @@ def run(options: dict[str, Any], module: type[Blocks] = Blocks, devices: int = 2
     fit = trainer(devices, strategy, max_epochs=2, callbacks=[programs], **run)
     before = strategy.costs
     try:
-        fit.fit(module(), *([] if module is Lengths else [loader(12, 5)]))
+        fit.fit(module(), *([] if module in (Lengths, Wide) else [loader(12, 5)]))
     finally:
         rank_zero.log.removeHandler(handler)
     return {
@@ -136,6 +137,35 @@ def test_given_costs_count_from_the_first_batch(pool: WorkerPool, tmp_path: Path
     assert first["schedules"][0] == first["schedules"][1] == best
     for schedule in first["schedules"]:
         schedule.validate(costs=costs, memory_limit=8.0)
+
+
+class Wide(Blocks):
+    """Blocks whose activations are worth a copy."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 64)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([(torch.randn(256, 64), torch.randn(256)) for _ in range(2)], batch_size=None)
+
+
+def num_offloads(schedule: Schedule) -> str:
+    return ", ".join(str(line.count("OFFLOAD")) for line in schedule.csv_text().splitlines())
+
+
+def test_copies_to_the_host_are_placed_by_measured_times(pool: WorkerPool) -> None:
+    options = {"schedule": "gpipe", "num_profiled_batches": 1, "num_microbatches": 8, "activation_offload": True}
+    first, second = pool.run(run, {"pipeline_parallel_size": 2, **options}, Wide, timeout=120)
+    assert first["schedules"] == second["schedules"] and first["costs"] == second["costs"]
+    nothing, costs = first["costs"]
+    assert nothing is None and all(value > 0 for value in costs.held_on_host)
+    by_name = build_schedule("gpipe", num_ranks=2, num_microbatches=8)
+    assert first["schedules"][3] == with_offloading(by_name, costs)
+    assert first["schedules"][3].offloads and first["schedules"][0].offloads
+    assert "searches" not in first["said"] and "until now" not in first["said"]
+    assert (
+        f"of 8 microbatches, rank by rank, {num_offloads(first['schedules'][3])} now wait on the host" in first["said"]
+    )
 
 
 def test_costs_of_a_named_schedule_are_saved(pool: WorkerPool, tmp_path: Path) -> None:

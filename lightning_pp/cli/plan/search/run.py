@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -45,34 +44,6 @@ _CHOSEN: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """The samples of a step.
-
-    Attributes:
-        key: Where the config has those of one replica's batch; None if nowhere.
-        num_replicas: Replicas as configured; None if that is not for so many devices.
-        asked: The samples of all replicas that are asked for; None: those as configured.
-    """
-
-    key: str | None
-    num_replicas: int | None
-    asked: int | None
-
-    def of_all_replicas(self, batch_size: int | None) -> int:
-        """Samples of a step, of which a replica's batch as configured has ``batch_size``.
-
-        Raises:
-            UserError: They are not known, or cannot be had.
-        """
-        if batch_size is None:
-            raise UserError("search=true divides a batch by its samples, but cannot count them in the first batch")
-        if self.asked is not None:
-            return self.asked
-        assert self.num_replicas is not None, "asked for before"
-        return batch_size * self.num_replicas
-
-
 def search_plans(config: DictConfig, console: Console | None = None) -> Search:
     """Compares all plans for the devices of ``config``, and prints the best.
 
@@ -89,9 +60,10 @@ def search_plans(config: DictConfig, console: Console | None = None) -> Search:
             "search=true compares computation with communication, so it must know how fast a device is. Give "
             "device=NAME or peak_tflops=NUMBER"
         )
-    batch = _batch(config, request)
+    key = config.batch_size_key if OmegaConf.select(config, config.batch_size_key) is not None else None
+    num_replicas = _num_replicas(config, request.num_devices, key)
     with told("building data and model") as tell:
-        search = _searched(config, request, batch, tell)
+        search = _searched(config, request, key, num_replicas, tell)
     search.seconds = time.monotonic() - began
     if not search.result.best:
         raise nothing_fits(search)
@@ -99,19 +71,21 @@ def search_plans(config: DictConfig, console: Console | None = None) -> Search:
     return search
 
 
-def _searched(config: DictConfig, request: Request, batch: _Batch, tell: Callable[[str], None]) -> Search:
+def _searched(
+    config: DictConfig, request: Request, key: str | None, num_replicas: int | None, tell: Callable[[str], None]
+) -> Search:
     data = build(request.config.data)
     model = build_without_memory(lambda: build(request.config.model))
     tell("recording the step by a dry run on the first batch")
     options = request.strategy.options
 
     def look(step: FirstStep) -> Search:
-        space = _space(config, request, batch, step)
+        space = _space(config, request, key, num_replicas, step)
         limit_gib = config.device_memory_gib if config.device_memory_gib is not None else options.device_memory_gib
         limit = None if limit_gib is None else limit_gib * _GIB
         result = PlanSearch(step, options, space, request.speed, limit).run(tell)
         about = Costs(request.speed, None, options.cut).about
-        return Search(config, batch.key, space, result, about, limit, type(step.module).__name__)
+        return Search(config, key, space, result, about, limit, type(step.module).__name__)
 
     device_type = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
     with user_errors(FileNotFoundError):
@@ -157,41 +131,41 @@ def _neutral(config: DictConfig) -> DictConfig:
     return neutral
 
 
-def _batch(config: DictConfig, request: Request) -> _Batch:
-    has_key = OmegaConf.select(config, config.batch_size_key) is not None
-    key = config.batch_size_key if has_key else None
+def _num_replicas(config: DictConfig, num_devices: int, key: str | None) -> int | None:
+    """Replicas as configured; None if that is not for so many devices, and the samples of a step are given."""
     sizes = config.strategy
     try:
-        replicas = ParallelSizes.resolve(
+        return ParallelSizes.resolve(
             sizes.pipeline_parallel_size,
             sizes.data_parallel_size,
-            request.num_devices,
+            num_devices,
             tensor=sizes.get("tensor_parallel_size", 1),
         ).data_parallel
     except ConfigurationError as error:
         if config.samples_per_step is None or key is None:
             raise UserError(
                 "the number of samples in a step is not known, because the configuration is not for "
-                f"{request.num_devices} devices: {error} Fix it, or give the samples of all replicas: "
+                f"{num_devices} devices: {error} Fix it, or give the samples of all replicas: "
                 "samples_per_step=NUMBER"
             ) from error
-        return _Batch(key, None, config.samples_per_step)
-    return _Batch(key, replicas, config.samples_per_step)
+        return None
 
 
-def _space(config: DictConfig, request: Request, batch: _Batch, step: FirstStep) -> Space:
+def _space(config: DictConfig, request: Request, key: str | None, num_replicas: int | None, step: FirstStep) -> Space:
     options = request.strategy.options
     batch_size = batch_size_of(step.batch, options.batches.batch_dim)
-    num_samples = batch.of_all_replicas(batch_size)
-    if batch.key is not None and OmegaConf.select(config, batch.key) != batch_size:
+    if batch_size is None:
+        raise UserError("search=true divides a batch by its samples, but cannot count them in the first batch")
+    num_samples = config.samples_per_step or batch_size * (num_replicas or 0)
+    if key is not None and OmegaConf.select(config, key) != batch_size:
         raise UserError(
-            f"{batch.key}={OmegaConf.select(config, batch.key)}, but the first batch has {batch_size} samples. With "
+            f"{key}={OmegaConf.select(config, key)}, but the first batch has {batch_size} samples. With "
             "batch_size_key=NAME name the field of the configuration that sets a replica's batch size (a name that "
             "does not exist keeps the number of replicas)"
         )
-    if batch.key is None and num_samples != (batch_size or 0) * (batch.num_replicas or 0):
+    if key is None and num_samples != batch_size * (num_replicas or 0):
         raise UserError(
-            f"samples_per_step={num_samples}, but {batch.num_replicas} replicas with batches of {batch_size} samples "
+            f"samples_per_step={num_samples}, but {num_replicas} replicas with batches of {batch_size} samples "
             f"have another number. It cannot be changed, because {config.batch_size_key} is not in the configuration"
         )
     names = config.schedules or [name for name in known_schedules() if not schedule_family(name).is_search]
@@ -202,7 +176,7 @@ def _space(config: DictConfig, request: Request, batch: _Batch, step: FirstStep)
         devices,
         per_node,
         num_samples,
-        batch.num_replicas if batch.key is None else None,
+        num_replicas if key is None else None,
         list(dict.fromkeys(names)),
         _values_of_checkpointing(options),
         options.sharding,

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from lightning_pp.cli.earlier_run import as_override
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.planning.activation_checkpointing import ActivationCheckpointing
 from lightning_pp.planning.sharded_stages import ShardingSettings
@@ -200,7 +201,11 @@ def words_of(layout: Layout, sharding: ShardingChoice, config: DictConfig, batch
         values[batch_size_key] = layout.batch_size
     if OmegaConf.select(config, MODEL_CHECKPOINTS) is not None:
         values[MODEL_CHECKPOINTS] = False
-    return [f"{key}={_written(value)}" for key, value in values.items() if not _is_value(config, key, value)]
+    return [
+        f"{key}={value if isinstance(value, str) else as_override(value)}"
+        for key, value in values.items()
+        if not _is_value(config, key, value)
+    ]
 
 
 def _is_value(config: DictConfig, key: str, value: Any) -> bool:
@@ -211,13 +216,3 @@ def _is_value(config: DictConfig, key: str, value: Any) -> bool:
     if isinstance(found, ListConfig):
         found = OmegaConf.to_container(found)
     return type(found) is type(value) and bool(found == value)
-
-
-def _written(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ",".join(f"'{item}'" for item in value) + "]"
-    return str(value)

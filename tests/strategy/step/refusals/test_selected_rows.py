@@ -38,15 +38,26 @@ class SelectsByAMask(SelectsRareRows):
         return (h.square() * (x[:, 7:] > 1.4)).sum() / h.shape[1]
 
 
+class SelectsBeforeAUnit(Step):
+    """The last block sees only rows of which the first two batches have none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0] if isinstance(batch, (list, tuple)) else batch
+        h = x
+        for block in self.blocks[:-1]:
+            h = h + torch.tanh(block(h))
+        rows = self.blocks[-1](h[x[:, 7] > 1.4])
+        return h.square().mean() + rows.square().sum() / h.shape[1]
+
+
 def trained(kind: type[Step], layout: Layout, **options: Any) -> list[float]:
     return fitted(kind, layout, 4, **options)[0]
 
 
+@pytest.mark.parametrize("kind", [SelectsRareRows, SelectsBeforeAUnit])
 @pytest.mark.parametrize("is_checked", [True, False])
-def test_as_many_rows_by_chance_are_no_proof(pool: WorkerPool, is_checked: bool) -> None:
-    report = pool.run(
-        trained, SelectsRareRows, LAYOUT, check_first_batches=is_checked, world_size=2, expect_failure=True
-    )
+def test_as_many_rows_by_chance_are_no_proof(pool: WorkerPool, kind: type[Step], is_checked: bool) -> None:
+    report = pool.run(trained, kind, LAYOUT, check_first_batches=is_checked, world_size=2, expect_failure=True)
     text = "reduces rows that values of the batch select. Now it is given [1, 8], and in all parts of the batch"
     assert any(failure and text in failure.message for failure in report.failures)
 
