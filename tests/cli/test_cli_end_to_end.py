@@ -51,7 +51,7 @@ def own_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_default_run_reports_stages_loss_and_paths_and_its_checkpoint_can_be_tested(own_text: Path) -> None:
     run = [*TINY_RUN, "data.files=[my.txt, more/*.md]", "strategy.check_first_batches=true"]
-    finished = run_command(run, own_text)
+    finished = run_forked(run, own_text)
     assert finished.code == 0, finished.output
     for heading in ("stage", "units", "parameters", "F ms", "I ms", "W ms", "bubble", "wait ms", "peak GiB"):
         assert heading in finished.output
