@@ -31,7 +31,7 @@ HEAVY_MODULES = (
     "lightning_pp.strategy.strategy",
     "lightning_pp.strategy.engine",
 )
-#: What the process imports besides from which all others are forked: for commands, and models of several test files.
+#: What the process imports besides from which all others are forked: for commands, modules of tests, and their models.
 PRELOADED = (
     *HEAVY_MODULES,
     "lightning_pp.cli.app",
@@ -39,7 +39,10 @@ PRELOADED = (
     "lightning_pp.cli.run",
     "lightning_pp.recipes.byte_gpt",
     "lightning_pp.recipes.byte_text",
+    "pytest",
+    "s3fs",
     "wandb",
+    "wandb.sdk.launch",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.t5.modeling_t5",
