@@ -67,6 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if left_out:
             config.hook.pytest_deselected(items=list(left_out))
             items[:] = [item for item in items if item not in left_out]
+    # files of which each takes a few seconds come last, so that no process waits long for the others in the end
+    items.sort(key=lambda item: "split" in item.path.parts)
 
 
 def pytest_collection_finish() -> None:
@@ -94,13 +96,15 @@ def _covering(cases: list[pytest.Function], most: int) -> list[pytest.Function]:
     """At most so many of ``cases``: those with most values of their parameters; with one parameter, spread evenly."""
     seen: set[tuple[str, int]] = set()
     chosen: list[pytest.Function] = []
+    # by identity: the indices of pytest number the cases of a product, not the values of each parameter
+    values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases}
     waiting = [cases[place * len(cases) // most] for place in range(min(most, len(cases)))]
     waiting += [case for case in cases if case not in waiting]
     while waiting and len(chosen) < most:
-        best = max(waiting, key=lambda case: len(case.callspec.indices.items() - seen))  # the first of those alike
+        best = max(waiting, key=lambda case: len(values[case] - seen))  # the first of those alike
         waiting.remove(best)
         chosen.append(best)
-        seen |= best.callspec.indices.items()
+        seen |= values[best]
     return chosen
 
 

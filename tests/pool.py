@@ -25,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -73,17 +74,21 @@ class _Worker:
         child.close()
         self.is_ready = False
         self.num_runs = 0
+        self.test = ""  # of the last run
+        self.kept = ""  # what that run left, if it is more than what a worker can undo
 
     def wait_until_ready(self) -> bool:
         if not self.is_ready:
             timeout_s = CLEAN_UP_TIMEOUT_S if self.num_runs else START_TIMEOUT_S
             with contextlib.suppress(EOFError, OSError):
-                self.is_ready = self.connection.poll(timeout_s) and self.connection.recv_bytes() == b"ready"
+                told = self.connection.recv_bytes().decode() if self.connection.poll(timeout_s) else ""
+                self.is_ready, self.kept = told == "ready", told.removeprefix("ready")
         return self.is_ready
 
     def begin(self, task: Task, payload: bytes) -> None:
         self.is_ready = False
         self.num_runs += 1
+        self.test = os.environ.get("PYTEST_CURRENT_TEST", "a run outside of tests")
         self.connection.send_bytes(pickle.dumps(task))
         self.connection.send_bytes(payload)
 
@@ -122,6 +127,7 @@ class WorkerPool:
     def __init__(self, max_workers: int = 4) -> None:
         self.max_workers = max_workers
         self._workers: list[_Worker] = []
+        self._leaks: list[str] = []
 
     @overload
     def run(
@@ -213,21 +219,40 @@ class WorkerPool:
             raise WorkerError(_report(function.__qualname__, failures))
         return [outcome[0] for outcome in outcomes]  # type: ignore[index]
 
+    def refusals(self, error: str | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
+        """The messages with which every rank ends, each by an exception of class ``error`` where one is named."""
+        failures = self.run(function, *args, expect_failure=True, **kwargs).failures
+        assert all(failure is not None and error in (None, failure.type) for failure in failures), failures
+        return [failure.message for failure in failures if failure is not None]
+
     def close(self) -> None:
-        """End all workers."""
-        for worker in self._workers:
+        """End all workers; a warning names each test after which a worker still had threads of process groups."""
+        for rank, worker in enumerate(self._workers):
+            self._is_ready(rank)
             worker.close()
         self._workers.clear()
+        leaks, self._leaks = self._leaks, []
+        if leaks:
+            warnings.warn("process groups stayed alive in workers:\n" + "\n".join(leaks), stacklevel=1)
 
     def _ready_workers(self, count: int) -> list[_Worker]:
         self._workers += [_Worker() for _ in range(count - len(self._workers))]
         for rank in range(count):
-            if not self._workers[rank].wait_until_ready():
+            if not self._is_ready(rank):
                 self._replace(rank)
         for worker in self._workers[:count]:
             if not worker.wait_until_ready():
                 raise WorkerError(f"a worker did not start within {START_TIMEOUT_S:.0f} s\n{worker.stack()}")
         return self._workers[:count]
+
+    def _is_ready(self, rank: int) -> bool:
+        """Whether the worker has cleaned up after its last run; what stays is noted once."""
+        worker = self._workers[rank]
+        is_ready = worker.wait_until_ready()
+        if worker.kept:
+            self._leaks.append(f"{worker.kept} after {worker.test} on rank {rank}")
+            worker.kept = ""
+        return is_ready
 
     def _replace(self, rank: int) -> None:
         """The new worker starts while the main process goes on."""

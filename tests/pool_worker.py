@@ -18,6 +18,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 #: What a first training imports, some of it from within torch when it is first needed.
@@ -28,8 +29,9 @@ HEAVY_MODULES = (
     "torchmetrics",
     "functorch.compile",
     "lightning_pp.strategy.strategy",
+    "lightning_pp.strategy.engine",
 )
-#: What the process imports besides from which all others are forked: for commands, and models of several test files.
+#: What the process imports besides from which all others are forked: for commands, modules of tests, and their models.
 PRELOADED = (
     *HEAVY_MODULES,
     "lightning_pp.cli.app",
@@ -37,7 +39,10 @@ PRELOADED = (
     "lightning_pp.cli.run",
     "lightning_pp.recipes.byte_gpt",
     "lightning_pp.recipes.byte_text",
+    "pytest",
+    "s3fs",
     "wandb",
+    "wandb.sdk.launch",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.t5.modeling_t5",
@@ -98,6 +103,9 @@ def worker_main(connection: Connection, stack_file: str) -> None:
         environ = dict(os.environ)
         folder = os.getcwd()
         while _have_ended(own_threads):
+            if left := num_threads_of_groups():
+                connection.send_bytes(f"{left} threads".encode())
+                break  # each polls, and takes time from all tests to come
             connection.send_bytes(b"ready")
             # Lightning's signal handling puts Python's default handler in the place of this one
             faulthandler.unregister(signal.SIGUSR1)
@@ -135,6 +143,15 @@ def _have_ended(own_threads: set[threading.Thread]) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def num_threads_of_groups() -> int:
+    """Threads of this process that belong to process groups of gloo."""
+    found = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            found += "gloo" in (thread / "comm").read_text()
+    return found
 
 
 def _exit_with_parent(parent: int) -> None:
@@ -233,7 +250,14 @@ def _reset(environ: dict[str, str], folder: str) -> None:
     torch.manual_seed(0)
     numpy.random.seed(0)
     random.seed(0)
-    # The cache holds device meshes, equal to later ones in layout, whose process groups are gone.
+    # These caches hold device meshes, equal to later ones in layout, whose process groups would stay.
     importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    of_dtensors = "torch.distributed.tensor."
+    redistribute = importlib.import_module(of_dtensors + "_redistribute")
+    redistribute.clear_redistribute_planner_cache()
+    redistribute._gen_transform_infos.cache_clear()
+    propagation = importlib.import_module(of_dtensors + "_sharding_prop")
+    propagation.ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
+    importlib.import_module(of_dtensors + "_collective_utils").MeshTopoInfo.build_from_mesh.cache_clear()
     gc.collect()
     freeze()  # what the run has imported stays as well

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import run_forked
 
 import lightning_pp
 
@@ -48,16 +49,28 @@ def test_all_public_names_are_imported_with_a_star() -> None:
     assert pickle.loads(pickle.dumps(strategy)) is strategy
 
 
-def test_what_a_run_may_not_need_is_imported_when_it_is_used() -> None:
-    code = """import sys
+LATE = """import sys
 from lightning_pp import PipelineParallelStrategy
 strategy = PipelineParallelStrategy(num_microbatches=4)
 late = ("torch.distributed.checkpoint", "lightning_pp.strategy.engine", "lightning_pp.strategy.setup")
 print([name for name in late if name in sys.modules])
 import lightning_pp.checkpoint
 print([name for name in lightning_pp.checkpoint.__all__ if getattr(lightning_pp.checkpoint, name).__name__ != name])
-print(late[0] in sys.modules, hasattr(lightning_pp.checkpoint, "Checkpoint"))"""
-    assert run(code).splitlines() == ["[]", "[]", "True False"]
+print(late[0] in sys.modules, hasattr(lightning_pp.checkpoint, "Checkpoint"))
+"""
+# by day in a process that has imported them, and forgets them
+FORGETS = """import sys
+for name in [*sys.modules]:
+    if name.partition(".")[0] == "lightning_pp" or name.startswith("torch.distributed.checkpoint"):
+        del sys.modules[name]
+"""
+
+
+@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_what_a_run_may_not_need_is_imported_when_it_is_used(tmp_path: Path, is_forked: bool) -> None:
+    (tmp_path / "late.py").write_text(FORGETS + LATE)
+    told = run_forked([], tmp_path, module="late").output if is_forked else run(LATE)
+    assert told.splitlines() == ["[]", "[]", "True False"]
 
 
 @pytest.mark.nightly
@@ -73,20 +86,6 @@ def test_type_checkers_see_every_public_name_and_no_other(tmp_path: Path) -> Non
     revealed = [line for line in finished.stdout.splitlines() if "Revealed type" in line]
     assert len(revealed) == len(lightning_pp.__all__) and not [line for line in revealed if '"Any"' in line]
     assert 'Module has no attribute "Pipeline"' in finished.stdout
-
-
-@pytest.mark.nightly  # by day with the alias, below
-@pytest.mark.parametrize(
-    "imports",
-    ["import lightning_pp; import lightning.pytorch as pl", "import lightning.pytorch as pl; import lightning_pp"],
-)
-def test_importing_registers_the_strategy(imports: str) -> None:
-    code = f"""{imports}
-from lightning.pytorch.strategies import StrategyRegistry
-strategy = StrategyRegistry.get("pipeline_parallel")
-trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="pipeline_parallel", logger=False)
-print(type(strategy).__name__, type(trainer.strategy).__name__)"""
-    assert run(code).splitlines()[-1] == "PipelineParallelStrategy PipelineParallelStrategy"
 
 
 @pytest.mark.nightly

@@ -138,6 +138,8 @@ MANY_PARAMETERS = {
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """All functions of a file, by name with their class's before it."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):  # holds no definition
+            continue
         name = f"{prefix}{node.name}" if hasattr(node, "name") else prefix
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield name, node

@@ -87,6 +87,14 @@ def leave_a_thread_on_rank_zero() -> None:
         threading.Thread(target=sleep_forever, daemon=True).start()
 
 
+KEPT: list[dist.ProcessGroup] = []
+
+
+def keep_a_group() -> None:
+    dist.init_process_group("gloo")
+    KEPT.append(dist.new_group())
+
+
 def seconds_of_meeting(late_rank: int, delay_s: float) -> float:
     start = time.monotonic()
     if os.environ["RANK"] == str(late_rank):
@@ -171,6 +179,17 @@ def test_a_worker_with_a_thread_left_is_replaced(pool: WorkerPool) -> None:
     pool.run(leave_a_thread_on_rank_zero)
     later = [environ["pid"] for environ in pool.run(environment)]
     assert later[0] != pids[0] and later[1] == pids[1]
+
+
+def test_a_group_that_stays_is_told_with_the_test_that_left_it() -> None:
+    workers = WorkerPool()
+    workers.run(leave_a_mess)
+    workers.run(keep_a_group, world_size=1)
+    pids = [environ["pid"] for environ in workers.run(environment)]
+    assert len(set(pids)) == 2
+    name = "test_a_group_that_stays_is_told_with_the_test_that_left_it"
+    with pytest.warns(UserWarning, match=rf"stayed alive in workers:\n\d+ threads after .*{name}.* on rank 0$"):
+        workers.close()
 
 
 def test_a_worker_is_replaced_after_so_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,22 +72,16 @@ def test_a_save_replaces_the_last_one(pool: WorkerPool, tmp_path: Path) -> None:
 def test_failed_write(pool: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
     pool.run(save, path, [0], process_group=True)
-    report = pool.run(save, path, [0, 1], fail_in="write", process_group=True, expect_failure=True)
-    for failure in report.failures:
-        assert failure is not None
-        assert failure.type == "CheckpointError"
-        assert "No space left on device (on rank 1)" in failure.message
+    for message in pool.refusals("CheckpointError", save, path, [0, 1], fail_in="write", process_group=True):
+        assert "No space left on device (on rank 1)" in message
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.ckpt"]
     check_loads(pool, path, [0])
 
 
 def test_a_trainer_state_that_cannot_be_pickled(pool: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "model.ckpt"
-    report = pool.run(save_unpicklable, path, process_group=True, expect_failure=True)
-    for failure in report.failures:
-        assert failure is not None
-        assert failure.type == "CheckpointError"
-        assert "(on rank 0)" in failure.message
+    for message in pool.refusals("CheckpointError", save_unpicklable, path, process_group=True):
+        assert "(on rank 0)" in message
     assert list(tmp_path.iterdir()) == []
 
 

@@ -28,23 +28,6 @@ def benchmark() -> Any:
     return module
 
 
-def plan_7b() -> dict[str, float]:
-    figures: dict[str, float] = benchmark().plan()
-    return figures
-
-
-@pytest.mark.nightly  # by day tests/cli/plan/test_plan_heads.py cuts a Llama that has no memory
-def test_a_7b_model_is_cut_without_its_memory(pool: WorkerPool) -> None:
-    """The shares make up the whole, are even, and no process takes more than a little memory to find them."""
-    ranks = pool.run(plan_7b, world_size=4, timeout=200)
-    whole = ranks[0]["whole_bytes"]
-    # 32 blocks of 4 (4096 x 4096) and 3 (4096 x 11008) matrices and 2 norms; embedding, head and the last norm
-    assert whole == 4 * (32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 2 * 32000 * 4096 + 4096)
-    assert sum(rank["own_bytes"] for rank in ranks) == whole
-    assert max(rank["own_bytes"] for rank in ranks) < 0.27 * whole
-    assert max(rank["added_bytes"] for rank in ranks) < 0.05 * whole / 4
-
-
 def set_up(layout: tuple[int, int, str], weights: Path | None) -> dict[str, float]:
     large_models = benchmark()
     config = {**large_models.LLAMA_REAL, "num_hidden_layers": 24}

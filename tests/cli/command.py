@@ -90,7 +90,7 @@ def run_forked(
     timeout_s: float = 120.0,
     module: str = "lightning_pp",
 ) -> Finished:
-    """As :func:`run_command`, without the seconds that importing takes: for commands that launch nothing.
+    """As :func:`run_command`, without the seconds that importing takes; processes that it launches itself are new ones.
 
     Args:
         arguments: Of ``python -m MODULE``.

@@ -51,7 +51,7 @@ def own_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_default_run_reports_stages_loss_and_paths_and_its_checkpoint_can_be_tested(own_text: Path) -> None:
     run = [*TINY_RUN, "data.files=[my.txt, more/*.md]", "strategy.check_first_batches=true"]
-    finished = run_command(run, own_text)
+    finished = run_forked(run, own_text)
     assert finished.code == 0, finished.output
     for heading in ("stage", "units", "parameters", "F ms", "I ms", "W ms", "bubble", "wait ms", "peak GiB"):
         assert heading in finished.output
@@ -118,33 +118,6 @@ def test_plain_multirun_gives_each_job_a_wandb_run(own_text: Path) -> None:
     finished = run_forked([*arguments, "trainer.max_steps=2"], folder)
     assert finished.code == 0, finished.output
     _check_one_wandb_run_each(folder, sorted(path for path in folder.glob("multirun/*/*/*") if path.is_dir()))
-
-
-@pytest.mark.nightly  # by day tests/callbacks/test_wandb_logger.py sees what the group asks of wandb
-def test_the_fields_of_the_wandb_group_are_those_of_the_run(own_text: Path) -> None:
-    folder = own_text / "wandb_fields"
-    folder.mkdir()
-    given = {
-        "project": "mine",
-        "group": "night",
-        "job_type": "ablation",
-        "id": "run7",
-        "name": "seven",
-        "notes": "wide",
-    }
-    options = [f"logger.{name}={value}" for name, value in given.items()]
-    options += ["logger.tags=[small,cpu]", "logger.resume=must", "logger.log_model=true"]
-    arguments = [*TINY_RUN, "data.files=[../my.txt]", "trainer.devices=1", "trainer.max_steps=2", *options]
-    finished = run_forked(arguments, folder)
-    assert finished.code == 0, finished.output
-    (job,) = folder.glob("outputs/*/*")
-    found = records(job)
-    run = of_type(found, "run")[0]
-    names = {"group": "run_group", "id": "run_id", "name": "display_name"}
-    assert {name: run[names.get(name, name)] for name in given} == given
-    assert run["tags"] == ["small", "cpu"]
-    assert [one["name"] for one in of_type(found, "artifact") if one["type"] == "model"] == ["model-run7"]
-    assert config_of(found)["logger"]["resume"] == "must"
 
 
 def _check_one_wandb_run_each(folder: Path, jobs: list[Path]) -> None:

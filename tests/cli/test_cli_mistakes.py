@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command import TINY_RUN, run_command, run_forked
+from command import TINY_RUN, run_forked
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_more_stages_than_units_are_told_before_anything_is_launched(tmp_path: P
 
 
 def test_mistake_found_after_the_launch_ends_every_process_with_one_message(tmp_path: Path) -> None:
-    finished = run_command([*TINY_RUN, "strategy.pipeline_parallel_size=3", "logger=none"], tmp_path)
+    finished = run_forked([*TINY_RUN, "strategy.pipeline_parallel_size=3", "logger=none"], tmp_path)
     assert finished.code != 0
     assert finished.output.count("lightning-pp: ") == 1
     assert "Traceback" not in finished.output

@@ -293,19 +293,16 @@ def test_shards_make_room(pool: WorkerPool) -> None:
     two_by_two = {"data_parallel_size": 2, "num_microbatches": 2, "num_ranks": 4, "vocabulary": 50, "length": 4}
     whole = pool.run(train, None, sharding="replicate", world_size=4, **two_by_two)
     limit = sum(num_bytes for _, _, num_bytes in whole) / 4  # and nothing for activations
-    report = pool.run(train, limit / GIB, sharding="replicate", world_size=4, expect_failure=True, **two_by_two)
-    for failure in report.failures:
-        assert failure is not None and "What helps: more pipeline ranks, sharding over data" in failure.message
+    for message in pool.refusals(None, train, limit / GIB, sharding="replicate", world_size=4, **two_by_two):
+        assert "What helps: more pipeline ranks, sharding over data" in message
     for _, _, num_bytes in pool.run(train, limit / GIB, sharding="full_shard", world_size=4, **two_by_two):
         assert num_bytes < limit
 
 
 def test_a_model_that_was_cut_for_validation_is_counted_again(pool: WorkerPool) -> None:
     limit = 1.5 * 8 * VOCABULARY * WIDTH / GIB
-    report = pool.run(train, limit, "AdamW", "validate", world_size=2, expect_failure=True)
-    for failure in report.failures:
-        assert failure is not None and failure.type == "ConfigurationError"
-        assert "is too little for training with AdamW, for which the model was not cut," in failure.message
+    for message in pool.refusals("ConfigurationError", train, limit, "AdamW", "validate", world_size=2):
+        assert "is too little for training with AdamW, for which the model was not cut," in message
 
 
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan"), float("inf")])

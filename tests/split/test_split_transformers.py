@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers_by_hand
 from one_process import OneProcessPipeline, compare, compare_evaluation
-from torch import Tensor, nn
+from torch import nn
 
 CASES: list[Any] = [(name, 3) for name in transformers_by_hand.ARCHITECTURES] + [("gpt2", 2), ("llama", 4)]
 CASES += [pytest.param(*case, marks=pytest.mark.nightly) for case in (("gpt2", 4), ("llama", 2), ("t5", 2), ("t5", 4))]
@@ -70,32 +70,6 @@ def test_position_bias_goes_straight_to_the_stages_that_use_it() -> None:
     assert len({(edge.value, edge.target) for edge in biases}) == len(biases)
 
 
-class HiddenStates(transformers_by_hand.WithLoss):
-    """A loss on every hidden state; transformers collects them by hooks on the layers."""
-
-    def training_step(self, batch: Any) -> Tensor:
-        output = self.model(**batch, output_hidden_states=True)
-        assert len(output.hidden_states) == 5
-        return output.loss + sum(state.pow(2).mean() for state in output.hidden_states)
-
-
-@pytest.mark.nightly  # by day test_split_side_effects.py has such hooks
-def test_hidden_states_collected_by_hooks_on_units_arrive() -> None:
-    compare(lambda: HiddenStates(transformers_by_hand.llama().model), batches_of("llama"), 3)
-
-
-class Attentions(transformers_by_hand.WithLoss):
-    def training_step(self, batch: Any) -> Tensor:
-        output = self.model(**batch, output_attentions=True)
-        return output.loss + sum(weights.pow(2).mean() for weights in output.attentions)
-
-
-def eager_attentions() -> nn.Module:
-    model = transformers_by_hand.llama().model
-    model.set_attn_implementation("eager")
-    return Attentions(model)
-
-
 def test_router_logits_collected_inside_units_are_carried() -> None:
     """The auxiliary loss of a mixture of experts reads what hooks on the routers have collected."""
     architecture = lambda: transformers_by_hand.mixtral(output_router_logits=True)  # noqa: E731
@@ -104,18 +78,6 @@ def test_router_logits_collected_inside_units_are_carried() -> None:
     logits = [edge for edge in edges if edge.spec.shape == (21, 3)]  # of 3 x 7 tokens for 3 experts
     assert logits and all(edge.target == 2 and edge.has_gradient for edge in logits)
     assert len(edges) == 2 + len(logits)
-
-
-@pytest.mark.nightly  # by day test_split_side_effects.py has such hooks
-def test_attention_weights_collected_inside_units_are_carried() -> None:
-    compare(eager_attentions, batches_of("llama"), 3)
-
-
-@pytest.mark.nightly  # by day test_split_side_effects.py has such hooks
-def test_what_is_collected_inside_units_may_be_used_on_their_stage() -> None:
-    """Only the embedding is on another stage, so nothing is missing."""
-    batches = batches_of("llama")
-    compare(eager_attentions, batches, 2, split_points=["model.model.layers.0"])
 
 
 def test_mixture_with_a_fused_product_of_experts() -> None:

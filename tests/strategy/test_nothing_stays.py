@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -18,6 +17,7 @@ import torch
 from live_memory import LiveMemory
 from parity_run import QUIET
 from pool import WorkerPool
+from pool_worker import num_threads_of_groups
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn import functional as F
@@ -158,10 +158,6 @@ class Keeping(Chain):
         for block in self.blocks:
             h = h + block(h, kept)
         return F.cross_entropy(h.flatten(0, 1), batch["y"].flatten(), ignore_index=-1)
-
-
-def num_threads_of_groups() -> int:
-    return sum("gloo" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
 
 
 def left_by_a_training(options: dict[str, Any]) -> tuple[list[str], int]:

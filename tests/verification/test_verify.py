@@ -42,7 +42,7 @@ def test_a_plain_module_is_equal_through_a_checkpoint_and_with_states_of_callbac
 
 
 def test_the_first_difference_is_told_with_both_numbers() -> None:
-    result = lightning_pp.verify(ReadsWorldSize, Data, make_strategy, steps=4)
+    result = lightning_pp.verify(ReadsWorldSize, Data, make_strategy, steps=3)
     assert not result.equal and result.failure == ""
     first = result.differences[0]
     assert (first.place, first.kind, first.name) == ("training, batch_idx=2", "loss", "loss")

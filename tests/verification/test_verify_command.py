@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import verified_modules
 from command import Finished, run_forked
 
@@ -14,24 +13,6 @@ OWN = ["data=own", "data._target_=verified_modules.Data", "strategy.num_microbat
 def verified(folder: Path, *arguments: str) -> Finished:
     (folder / "verified_modules.py").write_text(Path(verified_modules.__file__).read_text())
     return run_forked([*arguments], folder, module="lightning_pp.cli.verify", timeout_s=200)
-
-
-@pytest.mark.nightly  # by day the module of the tutorial, in tests/docs/test_code_blocks.py
-def test_a_recipe_is_equal(tmp_path: Path) -> None:
-    sizes = [
-        "data.files=[verified_modules.py]",
-        "model.num_layers=2",
-        "model.dim=16",
-        "model.num_heads=2",
-        "model.max_seq_len=32",
-        "data.seq_len=32",
-    ]
-    finished = verified(
-        tmp_path, *sizes, "data.batch_size=8", "data.num_val_crops=8", "strategy.schedule=1f1b", "steps=2"
-    )
-    assert finished.code == 0, finished.output
-    assert "EQUAL: the pipeline trains as one device does." in finished.output
-    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".py"] == []
 
 
 def test_a_difference_ends_with_1(tmp_path: Path) -> None:

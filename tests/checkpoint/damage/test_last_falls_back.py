@@ -64,15 +64,3 @@ def test_last_falls_back(pool: WorkerPool, tmp_path: Path, sharded: bool) -> Non
     assert f"takes {tmp_path / 'step=2.ckpt'}" in told and "last.ckpt" in told and "CRC-32" in told
     found = together([result["weights"] for result in results])
     assert largest_difference(found, together([result["weights"] for result in expected])) == 0
-
-
-@pytest.mark.nightly  # by day in test_newest_good.py
-def test_none_is_good(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(fit, tmp_path, True, 2, None)
-    names = [path.name for path in tmp_path.glob("*.ckpt")]
-    assert len(names) == 3
-    for name in names:
-        garble(tmp_path / name)
-    for result in pool.run(fit, tmp_path, True, 3, "last"):
-        assert "None of 3 checkpoints can be read" in result["error"]
-        assert all(name in result["error"] for name in names)

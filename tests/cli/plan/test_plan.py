@@ -337,23 +337,6 @@ def cut_of_training(config_json: str) -> dict[str, int]:
     return dict(run.trainer.strategy.engine.split.partition.stage_of_unit)  # type: ignore[attr-defined]
 
 
-@pytest.mark.nightly  # by day with a limit, below
-def test_the_cut_is_the_one_that_training_makes(pool: WorkerPool) -> None:
-    from omegaconf import OmegaConf
-
-    overrides = ["strategy.schedule=zb_v", "trainer.max_steps=2", "trainer.default_root_dir=null"]
-    quiet = [
-        "trainer.enable_progress_bar=false",
-        "+trainer.enable_checkpointing=false",
-        "trainer.num_sanity_val_steps=0",
-    ]
-    config = plan_config(*overrides, *quiet)
-    container = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
-    first, second = pool.run(cut_of_training, json.dumps(container), world_size=2, timeout=120)
-    plan, _ = planned("strategy.schedule=zb_v", "schedules=[zb_v]", "show=zb_v")
-    assert first == second == dict(plan.shown.cut.split.partition.stage_of_unit)
-
-
 def test_the_strategys_own_limit_moves_cuts_as_in_training(pool: WorkerPool) -> None:
     from omegaconf import OmegaConf
 

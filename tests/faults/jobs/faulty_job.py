@@ -1,12 +1,12 @@
 """Jobs whose ranks fail: processes forked from one that has imported everything, so that each job starts at once.
 
-Run as a program, it reads a job as a line of JSON from its standard input and answers with a line of JSON. With a job
-as its argument it is one of that job's ranks, whoever has started it.
+Run as a program, with a job as its argument, it is one of that job's ranks, whoever has started it.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "loop": _loop,
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "barrier": dist.barrier,
-    "pause": lambda: time.sleep(4),
+    "pause": lambda: time.sleep(2.5),
     "barrier and SIGTERM": lambda: (_signal_soon(), dist.barrier()),
     "loop and SIGTERM": lambda: (_signal_soon(), _loop()),
 }
@@ -317,13 +318,21 @@ def run_script(job: dict[str, Any]) -> None:
     train(job, pipeline * replicas, folder)
 
 
+def serve(connection: Connection) -> None:
+    """Runs the jobs that come through ``connection``, which is closed after the last."""
+    from pool_worker import freeze  # a rank that a launcher has started does not find it
+
+    multiprocessing.set_start_method("fork", force=True)  # as in a user's process, for workers of loaders
+    torch.set_num_threads(1)
+    freeze()
+    while True:
+        try:
+            job, folder = connection.recv()
+        except EOFError:
+            return
+        connection.send(run_job(job, folder))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if len(sys.argv) > 1:
-        run_script(json.loads(sys.argv[1]))
-        sys.exit()
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer = run_job(request, Path(request["folder"]))
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+    run_script(json.loads(sys.argv[1]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from extra_steps import Losses
-from feature_parts import Data, assert_equal_trees, make, make_trainer
+from feature_parts import Data, check_with_weights, make, make_trainer
 from parity_run import Layout, whole_weights
 from pool import WorkerPool
 from small_models import Classifier
@@ -206,7 +206,7 @@ EDITS = {
 }
 
 
-def train(kind: type[Edits], layout: Layout | None = None) -> tuple[list[float], float, dict[str, Tensor]]:
+def train(layout: Layout | None, kind: type[Edits]) -> tuple[list[float], float, dict[str, Tensor]]:
     losses, module = Losses(), make(kind)
     trainer = make_trainer(layout, callbacks=[losses])
     trainer.fit(module, Data())
@@ -217,19 +217,13 @@ def train(kind: type[Edits], layout: Layout | None = None) -> tuple[list[float],
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("edits", EDITS)
 def test_trained_as_on_one_device(pool: WorkerPool, edits: str, layout: Layout) -> None:
-    losses, val_loss, expected = train(EDITS[edits])
-    weights: dict[str, Tensor] = {}
-    for found in pool.run(train, EDITS[edits], layout, world_size=layout.world_size, timeout=60):
-        assert found[0] == pytest.approx(losses, rel=1e-9)
-        assert found[1] == pytest.approx(val_loss, rel=1e-9)
-        weights |= found[2]
-    assert_equal_trees(weights, expected)
+    check_with_weights(pool, train, layout, EDITS[edits])
 
 
 def test_a_value_that_its_unit_edits_and_others_use_is_refused_with_the_line(pool: WorkerPool) -> None:
     """One device allows it, since nothing that backward needs is lost; the edit is on the unit's stage only."""
-    train(SkipsEditedInputs)
-    report = pool.run(train, SkipsEditedInputs, Layout("zb_h1", 3, 1, 3), world_size=3, timeout=60, expect_failure=True)
+    train(None, SkipsEditedInputs)
+    report = pool.run(train, Layout("zb_h1", 3, 1, 3), SkipsEditedInputs, world_size=3, timeout=60, expect_failure=True)
     with open(__file__) as source:
         line = next(number for number, text in enumerate(source, 1) if "# the line that the message names" in text)
     for failure in report.failures:

@@ -76,7 +76,5 @@ def test_shortening_in_the_hook_of_batches_is_that_of_one_device(pool: WorkerPoo
 
 
 def test_shortening_in_the_step_is_refused(pool: WorkerPool) -> None:
-    report = pool.run(piped, False, world_size=2, timeout=120, expect_failure=True)
-    for failure in report.failures:
-        assert failure is not None and failure.type == "SplitError"
-        assert "depends on how the batch is cut" in failure.message and f"{__file__}:" in failure.message
+    for message in pool.refusals("SplitError", piped, False, world_size=2, timeout=120):
+        assert "depends on how the batch is cut" in message and f"{__file__}:" in message

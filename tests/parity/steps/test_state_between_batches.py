@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from feature_parts import Data, assert_equal_trees, make, make_trainer
+from feature_parts import Data, check_with_weights, make, make_trainer
 from parity_run import Layout, whole_weights
 from pool import WorkerPool
 from small_models import Classifier
@@ -172,7 +172,7 @@ CARRIED = {
 }
 
 
-def train(kind: type[Stateful], layout: Layout | None = None) -> tuple[list[float], dict[str, Tensor], list[float]]:
+def train(layout: Layout | None, kind: type[Stateful]) -> tuple[list[float], list[float], dict[str, Tensor]]:
     losses: list[float] = []
 
     class Notes(kind):  # type: ignore[valid-type, misc]
@@ -184,31 +184,23 @@ def train(kind: type[Stateful], layout: Layout | None = None) -> tuple[list[floa
     trainer.fit(module, Sequences())
     state = module.hidden if isinstance(module.hidden, (list, tuple)) else [module.hidden]
     sums = [float(each.sum()) for each in state if each is not None]
-    return [*losses, float(trainer.callback_metrics["val_loss"])], whole_weights(module), sums
+    return [*losses, float(trainer.callback_metrics["val_loss"])], sums, whole_weights(module)  # sums on every rank
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", CARRIED, ids=lambda kind: kind.__name__)
 def test_one_microbatch_carries_state_as_one_device_does(pool: WorkerPool, kind: type[Stateful]) -> None:
-    losses, expected, state = train(kind)
-    weights: dict[str, Tensor] = {}
-    for found, part, its_state in pool.run(train, kind, ONE, world_size=2, timeout=60):
-        assert_equal_trees(found, losses)
-        assert_equal_trees(its_state, state)  # on every rank
-        weights.update(part)
-    assert_equal_trees(weights, expected)
+    check_with_weights(pool, train, ONE, kind)
 
 
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize("kind", CARRIED, ids=lambda kind: kind.__name__)
 def test_several_microbatches_are_refused_with_name_and_line(pool: WorkerPool, kind: type[Stateful]) -> None:
-    report = pool.run(train, kind, FOUR, world_size=2, timeout=60, expect_failure=True)
-    for failure in report.failures:
-        assert failure is not None and failure.type == "ConfigurationError", failure
-        assert "num_microbatches=1" in failure.message and "4 microbatches" in failure.message
-        assert "test_state_between_batches.py:" in failure.message, failure.message
-        assert re.search(f"leaves a tensor in {CARRIED[kind]}, and the next step uses it", failure.message)
-        assert "validation_step" not in failure.message.partition("leaves")[0]
+    for message in pool.refusals("ConfigurationError", train, FOUR, kind, world_size=2, timeout=60):
+        assert "num_microbatches=1" in message and "4 microbatches" in message
+        assert "test_state_between_batches.py:" in message, message
+        assert re.search(f"leaves a tensor in {CARRIED[kind]}, and the next step uses it", message)
+        assert "validation_step" not in message.partition("leaves")[0]
 
 
 class InValidation(Stateful):
@@ -222,19 +214,16 @@ class InValidation(Stateful):
 
 
 def test_state_in_validation_is_refused_in_its_first_batch(pool: WorkerPool) -> None:
-    report = pool.run(train, InValidation, FOUR, world_size=2, timeout=60, expect_failure=True)
-    for failure in report.failures:
-        assert failure is not None and failure.type == "ConfigurationError", failure
-        assert "validation_step of Notes leaves a tensor in self.hidden" in failure.message
+    for message in pool.refusals("ConfigurationError", train, FOUR, InValidation, world_size=2, timeout=60):
+        assert "validation_step of Notes leaves a tensor in self.hidden" in message
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("layout", [ONE, FOUR], ids=str)
 def test_a_buffer_that_a_step_replaces_is_refused(pool: WorkerPool, layout: Layout) -> None:
-    report = pool.run(train, InABuffer, layout, world_size=2, timeout=60, expect_failure=True)
-    for failure in report.failures:
-        assert failure is not None and "replaces the buffer 'state' of Notes" in failure.message, failure
-        assert "plain attribute (self.state = ... without register_buffer)" in failure.message
+    for message in pool.refusals(None, train, layout, InABuffer, world_size=2, timeout=60):
+        assert "replaces the buffer 'state' of Notes" in message
+        assert "plain attribute (self.state = ... without register_buffer)" in message
 
 
 class NothingCarried(Stateful):
@@ -267,7 +256,4 @@ class NothingCarried(Stateful):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("layout", [ONE, FOUR], ids=str)
 def test_what_is_kept_otherwise_is_not_refused(pool: WorkerPool, layout: Layout) -> None:
-    losses, _, state = train(NothingCarried)
-    for found, _, its_state in pool.run(train, NothingCarried, layout, world_size=2, timeout=60):
-        assert_equal_trees(found, losses)
-        assert_equal_trees(its_state, state)
+    check_with_weights(pool, train, layout, NothingCarried)

@@ -107,7 +107,9 @@ def flops_of_block(batch: Row) -> int:
     return linear + sum(2 * 2 * length**2 * WIDTH for length in starts.diff().tolist())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
+@pytest.mark.parametrize(
+    "schedule", ["zb_v", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("1f1b", "zb_h1"))]
+)
 def test_trains_as_attention_of_each_document_on_one_device(pool: WorkerPool, schedule: str) -> None:
     alone, _ = fit(None, False)
     ranks = pool.run(train, Layout(schedule, 2, 1, 3), "cpu", world_size=2, timeout=120)

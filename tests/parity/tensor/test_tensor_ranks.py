@@ -29,7 +29,7 @@ from lightning_pp import PipelineParallelStrategy
 
 CLIPPED: dict[str, Any] = {"clip_val": 0.05, "clip_algorithm": "norm", "optimizer": "adamw"}
 # two updates, the second of one batch, a smaller one
-ACCUMULATED: dict[str, Any] = {**CLIPPED, "accumulate": 2, "num_samples": 22, "max_epochs": 1}
+ACCUMULATED: dict[str, Any] = {**CLIPPED, "accumulate": 2, "num_samples": 22, "max_epochs": 1, "num_val_samples": 4}
 SETTINGS = Settings("residual_mlp", **ACCUMULATED, only_trains=True)
 SIZES = [(1, 1, 2), (2, 1, 2), (1, 2, 2)]
 
@@ -158,10 +158,9 @@ CUT = {
     "demo_transformer": {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"},
     "vit": {"self_attn.in_proj_weight", "linear1.weight", "linear2.weight"},
 }
-# GPT-2 has its own cases below
+# GPT-2 and Llama have their own cases below
 CASES = [
-    ("llama_float64_loss", Layout("1f1b", 1, 1, 2, tensor=2)),
-    ("mixtral_float64_loss", Layout("zb_h1", 2, 1, 2, tensor=2)),
+    ("mixtral_float64_loss", Layout("zb_h1", 1, 1, 2, tensor=2)),
     ("demo_transformer", Layout("zb_h1", 1, 1, 2, tensor=2)),
     ("vit", Layout("1f1b", 2, 1, 2, tensor=2)),
 ]
@@ -336,6 +335,5 @@ def train_parallelized() -> None:
 
 
 def test_modules_that_cut_themselves_are_refused_by_name(pool: WorkerPool) -> None:
-    for failure in pool.run(train_parallelized, expect_failure=True, timeout=120).failures:
-        assert failure is not None and failure.type == "ConfigurationError"
-        assert "blocks.0.weight of Parallelized is a DTensor" in failure.message
+    for message in pool.refusals("ConfigurationError", train_parallelized, timeout=120):
+        assert "blocks.0.weight of Parallelized is a DTensor" in message

@@ -159,7 +159,7 @@ def schedulers_and_their_monitor(layout: Layout | None, folder: Path) -> Any:
         trainer = make_trainer(
             layout, max_epochs=3, logger=logger, callbacks=[monitor], log_every_n_steps=1, **UNCHECKED
         )
-        trainer.fit(make(Schedulers, kind=kind), Data())
+        trainer.fit(make(Schedulers, kind=kind), Data(num_train=16, num_val=4))
         found[kind] = {
             "rates": monitor.lrs,
             "last": [group["lr"] for group in trainer.optimizers[0].param_groups],
@@ -301,7 +301,7 @@ def loops_that_end_early(layout: Layout | None, folder: Path) -> Any:
     for name, options in runs.items():
         module = make(StopsItself, how=name.split(",")[0])
         trainer = make_trainer(layout, **options, **UNCHECKED)
-        trainer.fit(module, Data())
+        trainer.fit(module, Data(num_train=16, num_val=4))
         found[name] = [module.batches, trainer.global_step, trainer.current_epoch, str(trainer.state.status)]
     return found
 
@@ -350,7 +350,7 @@ def order_of_callback_hooks(layout: Layout | None, folder: Path) -> Any:
     module = make()
     for run in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
         order.calls.append(run.__name__)
-        run(module, datamodule=Data())
+        run(module, datamodule=Data(num_train=16, num_val=4))
     return order.calls
 
 

@@ -103,3 +103,14 @@ def check_on_every_rank(
     for rank, found in enumerate(results):
         assert_equal_trees(found, expected, tolerance=tolerance, path=f"rank {rank}")
     return expected
+
+
+def check_with_weights(pool: WorkerPool, scenario: Scenario, layout: Layout, *args: Any, **options: Any) -> None:
+    """As :func:`check_on_every_rank`; the last of a scenario's results are weights, of which a rank has its stages'."""
+    *expected, whole = scenario(None, *args, **options)
+    weights: dict[str, Tensor] = {}
+    results = pool.run(scenario, layout, *args, world_size=layout.world_size, timeout=120, **options)
+    for rank, (*found, part) in enumerate(results):
+        assert_equal_trees(found, expected, path=f"rank {rank}")
+        weights.update(part)
+    assert_equal_trees(weights, whole)

@@ -30,8 +30,6 @@ def test_as_with_a_plain_trainer(pool: WorkerPool, tmp_path: Path, name: str, la
 
 
 def test_stochastic_weight_averaging_needs_one_stage(pool: WorkerPool, tmp_path: Path) -> None:
-    report = pool.run(stochastic_weight_averaging, TWO_STAGES, tmp_path, expect_failure=True)
-    for failure in report.failures:
-        assert failure is not None and failure.type == "ConfigurationError"
-        assert "Use WeightAveraging (equal weights, as SWA) or EMAWeightAveraging" in failure.message
+    for message in pool.refusals("ConfigurationError", stochastic_weight_averaging, TWO_STAGES, tmp_path):
+        assert "Use WeightAveraging (equal weights, as SWA) or EMAWeightAveraging" in message
     assert check_on_every_rank(pool, stochastic_weight_averaging, ONE_STAGE, tmp_path)

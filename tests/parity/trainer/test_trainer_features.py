@@ -68,95 +68,6 @@ class Notes(L.Callback):
         self.note(trainer, "test")
 
 
-# ---------------------------------------------------------------- self.log
-
-
-class LogsEverything(Classifier):
-    """Every form of ``self.log``."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self(batch[0])
-        loss = F.cross_entropy(logits, batch[1])
-        self.log("plain", loss)
-        self.log("bar", loss, prog_bar=True, logger=False)
-        self.log("step", loss, on_step=True, on_epoch=False)
-        self.log("epoch", loss, on_step=False, on_epoch=True)
-        self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
-        self.log("largest", logits.max(), on_step=False, on_epoch=True, reduce_fx="max")
-        self.log("least", logits.detach().min(), on_step=True, on_epoch=True, reduce_fx=torch.min)
-        self.log("count", float(len(logits)), on_step=False, on_epoch=True, reduce_fx="sum")
-        self.log("sized", loss.detach(), on_step=False, on_epoch=True, batch_size=len(batch[1]))
-        self.log_dict({"a": logits.square().mean(), "b": logits.sigmoid().mean()}, on_step=True, on_epoch=True)
-        self.log("index", float(batch_idx), on_step=True)
-        self.log("constant", torch.tensor(3))
-        self.log("rate", self.optimizers().param_groups[0]["lr"])
-        self.log("rates", len(self.trainer.optimizers) + len(self.lr_schedulers() or ()))
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.log("from_hook", float(self.current_epoch) + 0.5)
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        logits = self(batch[0])
-        loss = F.cross_entropy(logits, batch[1])
-        self.log("val", loss, sync_dist=True)
-        self.log("val_bar", loss, prog_bar=True, sync_dist=True, add_dataloader_idx=True)
-        self.log(f"own_name_{dataloader_idx}", loss, add_dataloader_idx=False, sync_dist=True)
-        self.log("val_both", logits.square().mean(), on_step=True, on_epoch=True, sync_dist=True)
-        return loss
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("val_hook", 2.0, sync_dist=True)
-
-
-class TwoValidationLoaders(Data):
-    def val_dataloader(self) -> Any:
-        return [self.loader(10, 4, 5), self.loader(6, 3, 6)]
-
-
-def logging_forms(layout: Layout | None, accumulate: int) -> Any:
-    notes = Notes()
-    trainer = make_trainer(
-        layout, callbacks=[notes], log_every_n_steps=1, accumulate_grad_batches=accumulate, num_sanity_val_steps=1
-    )
-    trainer.fit(make(LogsEverything), TwoValidationLoaders())
-    return notes.taken
-
-
-@pytest.mark.nightly  # by day in tests/strategy/results/test_logs.py
-@pytest.mark.parametrize(("layout", "accumulate"), [(TWO_STAGES, 1), (THREE_STAGES, 2)], ids=str)
-def test_every_form_of_log(pool: WorkerPool, layout: Layout, accumulate: int) -> None:
-    expected = check_on_every_rank(pool, logging_forms, layout, accumulate)
-    final = dict(expected)["train epoch"]["callback"]
-    assert {
-        "both_epoch",
-        "both_step",
-        "largest",
-        "least_epoch",
-        "from_hook",
-        "val/dataloader_idx_1",
-        "own_name_0",
-    } <= final.keys()
-
-
-class LogsSynced(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self(batch[0]), batch[1])
-        self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
-        return loss
-
-
-def synced_logging(layout: Layout | None) -> Any:
-    notes = Notes()
-    make_trainer(layout, callbacks=[notes], log_every_n_steps=1).fit(make(LogsSynced), Data())
-    return notes.taken
-
-
-@pytest.mark.nightly
-def test_synced_logs_are_those_of_the_whole_batch(pool: WorkerPool) -> None:
-    check_on_every_rank(pool, synced_logging, TWO_BY_TWO)
-
-
 # ---------------------------------------------------------------- torchmetrics
 
 
@@ -363,10 +274,8 @@ def new_trainer_for_a_split_module(layout: Layout) -> None:
 
 
 def test_a_split_module_is_refused_by_another_trainer(pool: WorkerPool) -> None:
-    report = pool.run(new_trainer_for_a_split_module, TWO_STAGES, expect_failure=True)
-    for failure in report.failures:
-        assert failure is not None and failure.type == "ConfigurationError"
-        assert "Another PipelineParallelStrategy split this" in failure.message
+    for message in pool.refusals("ConfigurationError", new_trainer_for_a_split_module, TWO_STAGES):
+        assert "Another PipelineParallelStrategy split this" in message
 
 
 # ---------------------------------------------------------------- flags that choose batches

@@ -21,7 +21,7 @@ from lightning_pp.schedule import ActionKind, StageCosts
 from lightning_pp.strategy.parameters.precision import step_dtypes
 
 Batch = tuple[Tensor, Tensor]
-NUM_BATCHES = 4
+NUM_BATCHES = 2
 
 
 class Block(nn.Module):

@@ -247,7 +247,10 @@ def test_training_is_that_of_microbatches_one_by_one(pool: WorkerPool, model: ty
     assert seen == set(weights)
 
 
-@pytest.mark.parametrize("model", [Mixture, LeavingAttributes, RunningSums, Mixtral, MaskedMixtral], ids=_name_of)
+AT_NIGHT = [pytest.param(model, marks=pytest.mark.nightly) for model in (Mixture, RunningSums)]
+
+
+@pytest.mark.parametrize("model", [LeavingAttributes, Mixtral, MaskedMixtral, *AT_NIGHT], ids=_name_of)
 def test_the_refusal_names_lines_and_an_option(pool: WorkerPool, model: type[Mixture]) -> None:
     """With which the test above trains each of them."""
     layout = Layout("zb_h1", 2, 1, 4)

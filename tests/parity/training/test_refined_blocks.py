@@ -188,7 +188,7 @@ def test_training_cuts_inside_a_block_where_whole_ones_do_not_fit(pool: WorkerPo
 
 WIDTH = 192
 # widths of the block in the middle; a cut inside of it is worth 2 % of a step for some of them
-AT_THE_EDGE = {"zb_h1": (24, 30, 32, 40), "auto": (24, 28, 30, 36)}
+AT_THE_EDGE = {"zb_h1": (24, 30, 32, 40), "auto": (28, 30)}
 
 
 class ThreeUnequal(L.LightningModule):

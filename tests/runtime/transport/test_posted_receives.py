@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -186,37 +185,3 @@ def test_the_posting_of_backends_with_tags_would_wait_for_itself() -> None:
         schedule = build_schedule(name, num_ranks=4, num_microbatches=8)
         routes = routes_of(schedule, occupies_device=False)
         assert events_that_never_come(routes, rendezvous=rendezvous) > 0, name
-
-
-def at_most_two_ahead(routes: Sequence[Route]) -> list[Route]:
-    """The same receives, each posted only once fewer than two are posted on its channel, or it is needed."""
-    found = []
-    for route in routes:
-        due: dict[int, list[Message]] = {sender: [] for sender in route.incoming}
-        posted: dict[int, set[int]] = {sender: set() for sender in route.incoming}
-        stops = []
-        for stop in route.stops:
-            posts = []
-            for message in stop.posts:
-                due[message.sender].append(message)
-            needed = {message.tag for message in stop.arrivals}
-            for sender, messages in due.items():
-                while messages and (len(posted[sender]) < 2 or needed & {message.tag for message in messages}):
-                    posts.append(messages.pop(0))
-                    posted[sender].add(posts[-1].tag)
-                posted[sender] -= needed
-            stops.append(replace(stop, posts=tuple(posts)))
-        found.append(replace(route, stops=tuple(stops)))
-    return found
-
-
-@pytest.mark.nightly  # by day the test above shows that waits without an end are seen
-def test_posted_at_most_two_ahead_many_would_wait_for_ever() -> None:
-    """Of the 1,000 cases above."""
-    hanging = {
-        (name, kind, number)
-        for name, kind in product(FAMILIES, KINDS)
-        for number, schedule in enumerate(schedules(name))
-        if events_that_never_come(at_most_two_ahead(routes_of(schedule, kind)), rendezvous=True)
-    }
-    assert {name for name, _, _ in hanging} == set(FAMILIES) and len(hanging) == 493

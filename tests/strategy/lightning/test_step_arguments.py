@@ -83,9 +83,8 @@ def test_index_of_the_loader_without_a_fit(pool: WorkerPool, loop: str) -> None:
 
 
 def test_no_layer(pool: WorkerPool) -> None:
-    report = pool.run(run_first, TWO_STAGES, CallsNoLayer, "test", Data, world_size=2, expect_failure=True)
-    for failure in report.failures:
-        assert failure is not None and "calls no layer, so it does not show how to cut the model" in failure.message
+    for message in pool.refusals(None, run_first, TWO_STAGES, CallsNoLayer, "test", Data, world_size=2):
+        assert "calls no layer, so it does not show how to cut the model" in message
 
 
 class Batches:

@@ -85,7 +85,5 @@ def fit(layout: Layout, kind: type[Classifier]) -> None:
 
 
 def test_parameters_of_nobody(pool: WorkerPool) -> None:
-    report = pool.run(fit, LAYOUTS[0], ForeignParameters, world_size=2, expect_failure=True)
-    for failure in report.failures:
-        assert failure is not None and failure.type == "ConfigurationError"
-        assert "returned SGD with 1 parameters that are not the module's, of shapes (5, 2)" in failure.message
+    for message in pool.refusals("ConfigurationError", fit, LAYOUTS[0], ForeignParameters, world_size=2):
+        assert "returned SGD with 1 parameters that are not the module's, of shapes (5, 2)" in message

@@ -178,7 +178,6 @@ def fit_refused(kind: type[Blocks], options: dict[str, Any]) -> None:
 def test_what_cannot_be_known_is_told_in_the_first_batch(
     pool: WorkerPool, kind: type[Blocks], options: dict[str, Any], pattern: str
 ) -> None:
-    report = pool.run(fit_refused, kind, options, world_size=2, timeout=60.0, expect_failure=True)
-    messages = [failure.message for failure in report.failures if failure is not None]
+    messages = pool.refusals(None, fit_refused, kind, options, world_size=2, timeout=60.0)
     assert any(re.search(pattern, message, re.DOTALL) for message in messages), messages
     assert len(messages) == 2

@@ -9,8 +9,8 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from feature_parts import assert_equal_trees
-from parity_run import QUIET, Layout, whole_weights
+from feature_parts import assert_equal_trees, check_with_weights, make_trainer
+from parity_run import Layout, whole_weights
 from pool import WorkerPool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -107,21 +107,13 @@ def loader(sizes: tuple[int, ...]) -> DataLoader[Any]:
     return DataLoader([batch(size) for size in sizes], batch_size=None)
 
 
-def train(kind: type[Decoder], layout: Layout | None, sizes: tuple[int, ...], **options: Any) -> tuple[Any, ...]:
+def train(layout: Layout | None, kind: type[Decoder], sizes: tuple[int, ...], **options: Any) -> tuple[Any, ...]:
     module = kind()
-    where = {} if layout is None else {"strategy": layout.strategy(**options)}
-    trainer = L.Trainer(
-        **{**QUIET, "devices": 1 if layout is None else layout.world_size},
-        max_epochs=2,
-        precision="64-true",
-        use_distributed_sampler=False,
-        **where,
-    )
+    trainer = make_trainer(layout, **({} if layout is None else {"strategy": layout.strategy(**options)}))
     trainer.fit(module, loader(sizes), loader((3, 5)))
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     weights = whole_weights(module)
-    predicted = trainer.predict(module, loader((5, 3)))
-    return module.losses, module.seen, logged, predicted, weights
+    return module.losses, module.seen, logged, trainer.predict(module, loader((5, 3))), weights
 
 
 @pytest.mark.by_day(2)
@@ -137,12 +129,7 @@ def train(kind: type[Decoder], layout: Layout | None, sizes: tuple[int, ...], **
 def test_trains_validates_and_predicts_as_on_one_device(
     pool: WorkerPool, kind: type[Decoder], layout: Layout, sizes: tuple[int, ...], options: Any
 ) -> None:
-    *expected, expected_weights = train(kind, None, sizes)
-    weights: dict[str, Tensor] = {}
-    for *found, part in pool.run(train, kind, layout, sizes, batch_dim=NAMED, **options, world_size=2, timeout=120):
-        assert_equal_trees(found, expected)
-        weights.update(part)
-    assert_equal_trees(weights, expected_weights)
+    check_with_weights(pool, train, layout, kind, sizes, batch_dim=NAMED, **options)
 
 
 LAYOUT = Layout("1f1b", 2, 1, 2)
@@ -151,7 +138,7 @@ LAYOUT = Layout("1f1b", 2, 1, 2)
 def error_of(sizes: tuple[int, ...], options: dict[str, Any]) -> str:
     """In a worker: the error with its notes."""
     with pytest.raises(Exception) as found:  # noqa: PT011
-        train(Decoder, LAYOUT, sizes, **options)
+        train(LAYOUT, Decoder, sizes, **options)
     return "\n".join([f"{found.typename}: {found.value}", *getattr(found.value, "__notes__", [])])
 
 
@@ -168,8 +155,8 @@ def test_without_the_option_the_error_names_it_and_what_it_says_trains(pool: Wor
     assert advice is not None, told
     assert advice.groups()[:2] == ("batch['inputs']['position_ids']", f"3, {size}, 6")
     given = ast.literal_eval(advice[3])
-    losses = train(Decoder, None, (size,))[0]
-    for found, *_ in pool.run(train, Decoder, LAYOUT, (size,), batch_dim=given, world_size=2, timeout=60):
+    losses = train(None, Decoder, (size,))[0]
+    for found, *_ in pool.run(train, LAYOUT, Decoder, (size,), batch_dim=given, world_size=2, timeout=60):
         assert_equal_trees(found, losses)
 
 

@@ -10,7 +10,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
-from feature_parts import assert_equal_trees
+from feature_parts import assert_equal_trees, check_with_weights, make_trainer
 from parity_run import QUIET, Layout, whole_weights
 from pool import WorkerPool
 from torch import Tensor, nn
@@ -156,18 +156,10 @@ class Nodes(Graphs):
         return F.mse_loss(self.head(h).squeeze(-1)[mask], batch["x"].sum(-1)[mask])
 
 
-def train(kind: type[Graphs], layout: Layout | None = None, split: Any = None) -> tuple[Any, ...]:
+def train(layout: Layout | None, kind: type[Graphs], split: Any = None) -> tuple[Any, ...]:
     split = documented() if split == "documented" else split
-    options: dict[str, Any] = {} if layout is None else {"strategy": layout.strategy(split_batch=split)}
     module = kind()
-    trainer = L.Trainer(
-        **QUIET,
-        devices=1 if layout is None else layout.world_size,
-        max_epochs=2,
-        precision="64-true",
-        use_distributed_sampler=False,
-        **options,
-    )
+    trainer = make_trainer(layout, **({} if layout is None else {"strategy": layout.strategy(split_batch=split)}))
     trainer.fit(module)
     logged = [float(trainer.callback_metrics[name]) for name in ("train_loss_epoch", "val_loss")]
     return module.losses, module.seen, logged, whole_weights(module)
@@ -192,30 +184,21 @@ def named(value: Any) -> str:
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("kind", "layout", "split"), CASES, ids=named)
 def test_trained_as_on_one_device(pool: WorkerPool, kind: type[Graphs], layout: Layout, split: Any) -> None:
-    losses, seen, logged, expected = train(kind)
-    weights: dict[str, Tensor] = {}
-    for found, its_seen, its_logged, part in pool.run(train, kind, layout, split, world_size=2, timeout=60):
-        assert_equal_trees(found, losses)
-        assert_equal_trees(its_seen, seen)
-        assert_equal_trees(its_logged, logged)
-        weights.update(part)
-    assert_equal_trees(weights, expected)
+    check_with_weights(pool, train, layout, kind, split)
 
 
 def test_replicas_weigh_by_graphs(pool: WorkerPool) -> None:
-    expected = train(Graphs)[-1]
+    expected = train(None, Graphs)[-1]
     layout = Layout("1f1b", 2, 2, 3)
     weights: dict[str, Tensor] = {}
-    for *_, part in pool.run(train, Graphs, layout, "documented", world_size=4, timeout=60):
+    for *_, part in pool.run(train, layout, Graphs, "documented", world_size=4, timeout=60):
         weights.update(part)
     assert_equal_trees(weights, expected)
 
 
 def test_objects_that_cannot_be_cut_are_refused(pool: WorkerPool) -> None:
-    report = pool.run(train, GraphObjects, Layout("1f1b", 2, 1, 4), world_size=2, timeout=60, expect_failure=True)
-    for failure in report.failures:
-        assert failure is not None and failure.type == "BatchError", failure
-        assert "split_batch=" in failure.message and "num_microbatches=1" in failure.message
+    for message in pool.refusals("BatchError", train, Layout("1f1b", 2, 1, 4), GraphObjects, world_size=2, timeout=60):
+        assert "split_batch=" in message and "num_microbatches=1" in message
 
 
 def error_and_notes(kind: type[Graphs]) -> tuple[str, list[str], bool]:

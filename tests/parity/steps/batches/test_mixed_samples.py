@@ -104,10 +104,9 @@ def test_mixing_in_the_hook_of_batches_is_that_of_one_device(pool: WorkerPool, h
 
 @pytest.mark.parametrize(("how", "by"), [("roll", "roll"), ("timm", "flip")])
 def test_mixing_in_the_step_is_refused_by_line(pool: WorkerPool, how: str, by: str) -> None:
-    report = pool.run(piped, how, False, world_size=2, expect_failure=True)
-    for failure in report.failures:
-        assert failure is not None and f"{LINES[how]} by `{by}`" in failure.message, failure
-        assert "move it to on_after_batch_transfer" in failure.message and "whole_batch_loss" not in failure.message
+    for message in pool.refusals(None, piped, how, False, world_size=2):
+        assert f"{LINES[how]} by `{by}`" in message
+        assert "move it to on_after_batch_transfer" in message and "whole_batch_loss" not in message
 
 
 def warned(how: str) -> list[str]:

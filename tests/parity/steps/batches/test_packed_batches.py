@@ -9,8 +9,8 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
-from feature_parts import assert_equal_trees
-from parity_run import QUIET, Layout, whole_weights
+from feature_parts import check_with_weights, make_trainer
+from parity_run import Layout, whole_weights
 from pool import WorkerPool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -107,16 +107,10 @@ class ByHand(Packed):
         return (losses * counts).sum() / counts.sum()
 
 
-def train(kind: type[Packed], layout: Layout | None, of: str = "positions") -> tuple[Any, ...]:
+def train(layout: Layout | None, kind: type[Packed], of: str = "positions") -> tuple[Any, ...]:
     module = kind()
     where = {} if layout is None else {"strategy": layout.strategy(split_batch=split_packed)}
-    trainer = L.Trainer(
-        **{**QUIET, "devices": 1 if layout is None else layout.world_size},
-        max_epochs=2,
-        precision="64-true",
-        use_distributed_sampler=False,
-        **where,
-    )
+    trainer = make_trainer(layout, **where)
     # the second row has as many documents as microbatches, and the third a document without labels
     rows = [row((5, 3, 9, 2, 2, 7, 4), of=of), row((4, 11, 6), of=of), row((8, 3, 7, 5), (0,), of=of)]
     trainer.fit(module, DataLoader(rows, batch_size=None), DataLoader(rows[::-1], batch_size=None))
@@ -134,12 +128,7 @@ def train(kind: type[Packed], layout: Layout | None, of: str = "positions") -> t
     ids=str,
 )
 def test_trains_as_on_one_device(pool: WorkerPool, kind: type[Packed], layout: Layout, of: str) -> None:
-    *expected, expected_weights = train(kind, None, of)
-    weights: dict[str, Tensor] = {}
-    for *found, part in pool.run(train, kind, layout, of, world_size=2, timeout=120):
-        assert_equal_trees(found, expected)
-        weights.update(part)
-    assert_equal_trees(weights, expected_weights)
+    check_with_weights(pool, train, layout, kind, of)
 
 
 @pytest.mark.parametrize("of", ["positions", "offsets"])
@@ -207,6 +196,6 @@ def test_rows_that_cannot_be_cut() -> None:
 
 
 def test_too_few_documents_end_the_run_before_an_update(pool: WorkerPool) -> None:
-    report = pool.run(train, Packed, Layout("1f1b", 2, 1, 4), world_size=2, timeout=60, expect_failure=True)
+    report = pool.run(train, Layout("1f1b", 2, 1, 4), Packed, world_size=2, timeout=60, expect_failure=True)
     assert all(failure is not None and failure.type == "BatchError" for failure in report.failures)
     assert all("has 3 documents, but num_microbatches is 4" in each.message for each in report.failures if each)

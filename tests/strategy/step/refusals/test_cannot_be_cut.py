@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
-import sys
-import time
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,48 +239,3 @@ def test_split_points_where_no_cut_is_possible(
     pool: WorkerPool, module: type[Blocks], split_point: str, pattern: str
 ) -> None:
     check_everywhere(pool, pattern, module, split_points=[split_point])
-
-
-RUN = """
-import sys, time
-sys.path[:0] = {folders!r}
-import test_cannot_be_cut as here
-print("BEGINS", time.time(), flush=True)
-here.fit_with(getattr(here, {name!r}))
-"""
-
-
-def process_of(rank: int, port: int, module: type[Blocks], log: Any) -> subprocess.Popen[bytes]:
-    """One rank of a training in a process of its own, with what ``torchrun`` would tell it."""
-    tests = Path(__file__).parents[2]
-    folders = sorted({str(path.parent) for path in tests.rglob("*.py")})
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-    told |= {"MASTER_ADDR": "127.0.0.1", "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "refused"}
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN.format(folders=folders, name=module.__name__)],
-        env={**os.environ, **{name: str(value) for name, value in told.items()}},
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("module", "pattern"), CANNOT_BE_CUT)
-def test_every_process_exits(tmp_path: Path, module: type[Blocks], pattern: str) -> None:
-    """Processes that nobody watches over: each ends by itself, with the message, soon after the training began."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
-    with ExitStack() as stack:
-        running = [process_of(rank, port, module, stack.enter_context(log.open("wb"))) for rank, log in enumerate(logs)]
-        for process in running:
-            stack.callback(process.kill)
-        codes = [process.wait(timeout=120) for process in running]
-        ended = time.time()
-    for rank, (code, log) in enumerate(zip(codes, logs, strict=True)):
-        said = log.read_text()
-        begun = re.search(r"BEGINS ([\d.]+)", said)
-        assert code != 0 and begun is not None, f"rank {rank}: {said}"
-        assert re.search(with_line(pattern, module), said), f"rank {rank}: {said}"
-        assert ended - float(begun.group(1)) < LONGEST_S, f"rank {rank}: {said}"

@@ -323,8 +323,7 @@ def fit(kind: type[Step], layout: Layout) -> None:
 @pytest.mark.parametrize("kind", range(len(REFUSED)), ids=[kind.__name__ for kind, _ in REFUSED])
 def test_refused_by_the_line(pool: WorkerPool, kind: int) -> None:
     layout = Layout("zb_h1", 2, num_microbatches=4)
-    report = pool.run(fit, REFUSED[kind][0], layout, world_size=2, expect_failure=True)
-    told = [failure.message for failure in report.failures if failure is not None]
+    told = pool.refusals(None, fit, REFUSED[kind][0], layout, world_size=2)
     assert len(told) == 2 and any(re.search(REFUSED[kind][1], text) for text in told), told
 
 
@@ -429,6 +428,5 @@ def decode() -> None:
 
 
 def test_a_dry_run_that_does_not_end_is_refused(pool: WorkerPool) -> None:
-    report = pool.run(decode, world_size=2, timeout=120, expect_failure=True)
-    told = [failure.message for failure in report.failures if failure is not None]
+    told = pool.refusals(None, decode, world_size=2, timeout=120)
     assert len(told) == 2 and any("did not end" in text and "501 calls" in text for text in told), told
