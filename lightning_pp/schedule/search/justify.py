@@ -82,8 +82,7 @@ def _fill_forward(problem: Problem, orders: Orders, starts: Times) -> Orders:
             if times[index] - free > _EPSILON and free + shortest <= gap_end:
                 inside = held + held_change[codes[index]]
                 highest = max(held, inside)
-                for other in range(index + 1, min(len(codes), index + WINDOW)):
-                    code = codes[other]
+                for other, code in enumerate(codes[index + 1 : index + WINDOW], index + 1):
                     change = held_change[code]
                     if free + duration[code] <= gap_end and (change <= 0 or highest + change <= limit):
                         row, begin = code // m, free
@@ -125,8 +124,7 @@ def _fill_backward(problem: Problem, orders: Orders, starts: Times) -> Orders:
             gap_start = times[index] + own - _EPSILON
             if busy - times[index] - own > _EPSILON and busy - shortest >= gap_start:
                 highest, inside = held, held - held_change[codes[index]]
-                for other in range(index - 1, max(-1, index - WINDOW), -1):
-                    code = codes[other]
+                for back, code in enumerate(codes[max(0, index - WINDOW + 1) : index][::-1], 1):
                     change = held_change[code]
                     if inside > highest:
                         highest = inside
@@ -137,7 +135,7 @@ def _fill_backward(problem: Problem, orders: Orders, starts: Times) -> Orders:
                         if feeds_own[row] >= 0:
                             finish = min(finish, begin[code + (feeds_own[row] - row) * m])
                         if finish - duration[code] >= gap_start:
-                            del codes[other], times[other]
+                            del codes[index - back], times[index - back]
                             codes.insert(index, code)
                             times.insert(index, finish - duration[code])
                             begin[publishes[code]] = finish - duration[code]
