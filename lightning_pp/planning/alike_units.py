@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -18,6 +17,7 @@ from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.head.parts import HeadPart
 from lightning_pp.split.record.step_record import HeldMemory, StepRecord, UnitCall, Value
 from lightning_pp.split.record.unknown_numbers import PLAIN
+from lightning_pp.split.unit_calls.interception import StandingBy
 
 Step = Callable[[DryRun], Any]
 Again = Callable[[Callable[[Step], Step], FakeParameters], StepRecord]
@@ -42,10 +42,12 @@ class AlikeUnits:
         self.run: DryRun | None = None
         owners = Counter(memory for call in record.calls for memory in {*call.memory.saved, *call.memory.queued})
         num_calls = Counter(call.unit for call in record.calls)
+        changed = tuple(f"{name}." for name, _ in record.mutated_attributes)
         seen: dict[Hashable, int] = {}
         self.first: list[int] = []
         for call in record.calls:
             is_plain = num_calls[call.unit] == 1 and _is_plain(call, units[call.unit], owners)
+            is_plain &= not any(name.startswith(f"{call.unit}.") for name in changed)
             self.first.append(
                 seen.setdefault(kind_of(call, units[call.unit], names) if is_plain else call.index, call.index)
             )
@@ -89,7 +91,7 @@ class AlikeUnits:
                 if like != call.index:
                     attributes = vars(self._units[call.unit])
                     held.append((attributes, attributes.get("forward")))
-                    attributes["forward"] = partial(stand_in, call, like)
+                    attributes["forward"] = StandingBy(stand_in, call, like)
             yield
         finally:
             for attributes, forward in held:

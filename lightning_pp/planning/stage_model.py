@@ -179,7 +179,7 @@ class RecordedModel:
         """Parts that its head is cut into; 0 where it is whole."""
         return sum(isinstance(unit, HeadPart) for unit in self.units.values())
 
-    @property
+    @cached_property
     def num_parameters(self) -> dict[str, int]:
         """Parameters in each unit."""
         return _num_parameters(self.units)
@@ -379,12 +379,8 @@ def assign_stages(
     Raises:
         SplitError: As :func:`build_plan` says.
     """
-    module, units, fake_parameters, record = (
-        recording.module,
-        recording.units,
-        recording.fake_parameters,
-        recording.record,
-    )
+    module, units = recording.module, recording.units
+    fake_parameters, record = recording.fake_parameters, recording.record
     if record.failure is None:  # what cannot be cut is raised before anything changes
         build_plan(record, partition.stage_of_unit, placement.num_stages)
     places = places_of(recording, partition, updates)

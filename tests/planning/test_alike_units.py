@@ -120,3 +120,54 @@ def test_units_of_other_settings_are_not_alike() -> None:
     model.blocks[2].forward = lambda x, mask: x * 2  # type: ignore[method-assign]
     first = recorded(model, 2)
     assert AlikeUnits(first.record, first.units, first.fake_parameters.names).first[:6] == [0, 1, 1, 3, 1, 1]
+
+
+class Noting(nn.Module):
+    """Notes how many samples it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes.append(len(x))
+        return x
+
+
+def test_what_units_share_is_as_before_though_most_of_them_stand_by() -> None:
+    model, shared = Model(), Noting()
+    for block in model.blocks:
+        block.down = nn.Sequential(shared, block.down)  # type: ignore[assignment, arg-type]
+    first = recorded(model, 2)
+    assert len(set(AlikeUnits(first.record, first.units, first.fake_parameters.names).first)) < len(first.record.calls)
+    assert seen(recorded(model, 3, first)) == seen(recorded(model, 3))
+    assert shared.sizes == []
+
+
+class Marking(Model):
+    """Sets an attribute on some of its blocks, for batches of at least some size."""
+
+    marked: tuple[int, ...] = ()
+    at_least = 0
+
+    def training_step(self, tokens: Tensor, batch_idx: int = 0) -> Tensor:
+        for number in self.marked if len(tokens) >= self.at_least else ():
+            vars(self.blocks[number])["last"] = len(tokens)
+        return super().training_step(tokens, batch_idx)
+
+
+def test_units_on_which_the_step_sets_attributes_run() -> None:
+    model = Marking()
+    model.marked = 1, 3
+    first = recorded(model, 2)
+    assert AlikeUnits(first.record, first.units, first.fake_parameters.names).first == [0, 1, 2, 1, 4, 1, 6]
+    assert seen(recorded(model, 3, first)) == seen(recorded(model, 3))
+    assert not any(hasattr(block, "last") for block in model.blocks)
+
+
+def test_a_unit_that_stands_by_is_as_before_whatever_the_step_sets_on_it() -> None:
+    model = Marking()
+    model.marked, model.at_least = (3,), 3
+    first = recorded(model, 2)
+    assert seen(recorded(model, 3, first)) == seen(recorded(model, 3))
+    assert not hasattr(model.blocks[3], "last")

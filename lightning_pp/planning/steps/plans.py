@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -151,7 +151,10 @@ class StepPlanCache:
         self._failure: Failure | None = None
         # the recording that the model was cut by, the key of its step, and what its units were like
         self._start: tuple[Hashable, StepRecord, Hashable] | None = None
-        self._paths = PathComparison(module, units, fake_parameters)
+
+    @cached_property
+    def _paths(self) -> PathComparison:
+        return PathComparison(self._module, self._units, self._fake_parameters)
 
     def set_partition(
         self,

@@ -82,8 +82,7 @@ def _filled(problem: Problem, orders: Orders, starts: Times) -> Orders:
             if times[index] - free > _EPSILON and free + shortest <= gap_end:
                 inside = held + held_change[codes[index]]
                 highest = max(held, inside)
-                for other in range(index + 1, min(len(codes), index + WINDOW)):
-                    code = codes[other]
+                for other, code in enumerate(codes[index + 1 : index + WINDOW], index + 1):
                     change = held_change[code]
                     if free + duration[code] <= gap_end and (change <= 0 or highest + change <= limit):
                         row, begin = code // m, free

@@ -182,15 +182,17 @@ class Execution:
         gathered = self._gathered
         if gathered is None and tables.duration[UNSHARD * self.num_stages : (UNSHARD + 1) * self.num_stages].any():
             gathered = self._stage_slots[self.rows % self.num_stages]
+        has_latency = bool(latency.any())
         for here in self._turns:
-            begin = end[self._needed[here]]
-            begin += latency[here]
+            begin = start[here]
+            np.take(end, self._needed[here], axis=0, out=begin, mode="clip")  # any other mode takes a copy
+            if has_latency:
+                begin += latency[here]
             np.maximum(begin, end[self._previous[here]], out=begin)
             if gathered is not None:
                 np.maximum(begin, end[gathered[here]], out=begin)
             for copied in self._copied:
                 np.maximum(begin, end[copied[here]], out=begin)
-            start[here] = begin
             np.add(begin, duration[here], out=end[here])
         return Run(self, tables, start, end[:num_actions], begin_at)
 

@@ -74,26 +74,19 @@ class CutProblem:
         return len(self.times)
 
     @cached_property
-    def _prefix(self) -> tuple[list[float], list[float], list[float]]:
+    def before(self) -> tuple[list[float], list[float], list[float]]:
+        """Time on a rank of speed 1, fixed and held bytes of all blocks before each, and of all."""
         times, fixed, held = ([0.0, *accumulate(values)] for values in (self.times, self.fixed_bytes, self.held_bytes))
         return times, fixed, held
 
-    @property
-    def work_before(self) -> Sequence[float]:
-        """Time of all blocks before each, and of all, on a rank of speed 1."""
-        return self._prefix[0]
-
     def time(self, stage: int, start: int, stop: int) -> float:
         """Time of ``stage`` if it has blocks ``start`` to ``stop - 1``."""
-        return self.work(start, stop) / self.speeds[self.placement.rank_of_stage[stage]]
-
-    def work(self, start: int, stop: int) -> float:
-        """Time of blocks ``start`` to ``stop - 1`` on a rank of speed 1."""
-        return self.work_before[stop] - self.work_before[start]
+        work = self.before[0]
+        return (work[stop] - work[start]) / self.speeds[self.placement.rank_of_stage[stage]]
 
     def bytes(self, stage: int, start: int, stop: int) -> float:
         """What ``stage`` then holds at most."""
-        _, fixed, held = self._prefix
+        _, fixed, held = self.before
         return fixed[stop] - fixed[start] + self.num_held[stage] * (held[stop] - held[start])
 
     def limit(self, rank: int) -> float:
@@ -286,27 +279,29 @@ def _v_within(problem: CutProblem, time: float) -> list[int] | None:
     leaves the least work, but perhaps too few blocks, so the :data:`_MOST_BACKS` least are looked at.
     """
     p = problem.placement.num_ranks
+    work, fixed, held = problem.before
     left: list[dict[tuple[int, int], tuple[int, int]]] = [{(0, problem.num_blocks): (0, 0)}]
     for rank in range(p):
-        down, up, num_left = rank, 2 * p - 1 - rank, 2 * (p - 1 - rank)
-        limit = problem.limit(rank) * (1 + _ROUNDING)
+        down, up, num_left = problem.num_held[rank], problem.num_held[2 * p - 1 - rank], 2 * (p - 1 - rank)
+        speed, limit = problem.speeds[rank], problem.limit(rank) * (1 + _ROUNDING)
         most_left = time * sum(problem.speeds[rank + 1 :])
         reached: dict[tuple[int, int], tuple[int, int]] = {}
         for front, back in _with_least_backs(left[-1]):
             for stop in range(front + 1, back - num_left):
-                spent, held = problem.time(down, front, stop), problem.bytes(down, front, stop)
-                if spent > time or held > limit:
+                spent = (work[stop] - work[front]) / speed
+                full = fixed[stop] - fixed[front] + down * (held[stop] - held[front])
+                if spent > time or full > limit:
                     break
-                if num_left == 0:
-                    if spent + problem.time(up, stop, back) <= time and held + problem.bytes(up, stop, back) <= limit:
-                        reached[stop, stop] = (front, back)
-                    continue
                 # what is left of any more blocks is too much for the other ranks
-                last = bisect_right(problem.work_before, problem.work_before[stop] + most_left * (1 + 2 * _ROUNDING))
-                for start in range(min(back - 1, last), stop + num_left - 1, -1):
-                    if spent + problem.time(up, start, back) > time or held + problem.bytes(up, start, back) > limit:
+                last = bisect_right(work, work[stop] + most_left * (1 + 2 * _ROUNDING))
+                first, last = (stop + num_left, min(back - 1, last)) if num_left else (stop, stop)
+                for start in range(last, first - 1, -1):
+                    longer = spent + (work[back] - work[start]) / speed
+                    fuller = full + (fixed[back] - fixed[start] + up * (held[back] - held[start]))
+                    if longer > time or fuller > limit:
                         break
-                    if (stop, start) not in reached and problem.work(stop, start) <= most_left * (1 + _ROUNDING):
+                    is_new = not num_left or (stop, start) not in reached
+                    if is_new and work[start] - work[stop] <= most_left * (1 + _ROUNDING):
                         reached[stop, start] = (front, back)
         if not reached:
             return None

@@ -7,7 +7,6 @@ group after it, 1 to n - 1, and S stages have S - 1 cuts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
@@ -87,10 +86,12 @@ class StageTimes:
 
 
 def in_batches(arrays: Iterable[Places], size: int) -> Iterator[Places]:
-    """The rows of ``arrays``, in order, ``size`` at a time."""
-    rows = (row for array in arrays for row in array)
-    while batch := list(islice(rows, size)):
-        yield np.array(batch)
+    """The rows of ``arrays``, in order, at least ``size`` at a time as long as there are so many."""
+    left = iter(arrays)
+    for batch in left:
+        while len(batch) < size and (following := next(left, None)) is not None:
+            batch = np.concatenate((batch, following))
+        yield batch
 
 
 def moved_partitions(record: StepRecord, partition: Partition) -> Iterator[Partition]:

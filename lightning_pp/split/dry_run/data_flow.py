@@ -151,7 +151,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
 
     def watch_parameters(self, fake_parameters: FakeParameters) -> None:
         """From here on, what inter-unit code writes into fake parameters is noted."""
-        self._parameters = {fake: name for name, fake in fake_parameters.named_fakes().items()}
+        self._parameters = {fake: name for name, fake in fake_parameters.made.items()}
         self._names_of_storages = {storage_of(fake): name for fake, name in self._parameters.items()}
         for fake, name in self._parameters.items():
             self.know_parameter(fake, name)

@@ -53,7 +53,7 @@ from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, numbers
 from lightning_pp.split.unit_calls.checkpointed_regions import never_run_again
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
 from lightning_pp.split.unit_calls.endless import check_ends
-from lightning_pp.split.unit_calls.interception import UnitCalls
+from lightning_pp.split.unit_calls.interception import StandingBy, UnitCalls
 from lightning_pp.split.unit_calls.operations import OperationCalls
 from lightning_pp.split.unit_calls.python_reads import PythonReads
 from lightning_pp.split.unit_calls.selective_policy import Policy
@@ -125,6 +125,9 @@ class DryRun:
         self.record = StepRecord(compute_dtype=fake_parameters.compute_dtype)
         self._heads = SplitHeads(units if splits_heads else {}, self.record)
         self._splits_heads = splits_heads
+        # units that do not run, and have no buffers that other code could write into
+        not_run = {name: unit for name, unit in units.items() if type(vars(unit).get("forward")) is StandingBy}
+        self.standing_by = {name: unit for name, unit in not_run.items() if next(unit.buffers(), None) is None}
         self._fake_parameters = fake_parameters
         self._num_calls = num_calls
         self._earlier_reads = list(reads)
@@ -311,15 +314,16 @@ class DryRun:
         self, call: UnitCall, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs the unit of ``call``, again after each hook that turns out to be part of it, and marks its outputs."""
-        flow = self._flow
+        flow, fakes = self._flow, self._fake_parameters
         passed_on = _Arguments(args, kwargs)
-        side_effects = SideEffectWatch(self._units[call.unit], args, kwargs)
-        has_own, computing = not isinstance(self._units[call.unit], HeadPart), self._fake_parameters.computing
+        watched = nn.Identity() if call.unit in self.standing_by else self._units[call.unit]
+        side_effects = SideEffectWatch(watched, args, kwargs)
+        has_own = watched is self._units[call.unit] and not isinstance(watched, HeadPart)
         while True:
             flow.call, flow.own_parameters = call, self._own_parameters[call.unit]
             try:
                 num_regions = self._regions.num_regions
-                with computing(call.unit, self._note_computing_fake) if has_own else nullcontext():
+                with fakes.computing(call.unit, self._note_computing_fake) if has_own else nullcontext():
                     result = self._run(call, lambda: original(*args, **kwargs), side_effects)
                 call.num_regions_inside = self._regions.num_regions - num_regions
                 flow.need(leaf for leaf in tensors_of(result) if passed_on.position_of(leaf) is None)

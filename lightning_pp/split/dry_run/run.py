@@ -26,7 +26,7 @@ from lightning_pp.split.record.sources import Parameter, set_sources
 from lightning_pp.split.record.step_record import CarriedState, Failure, StepRecord
 from lightning_pp.split.reductions.recording import EarlierRun, ReductionRecorder
 from lightning_pp.split.side_effects.generators import generators_untouched
-from lightning_pp.split.side_effects.module_state import preserved_state
+from lightning_pp.split.side_effects.module_state import StateAroundUnits
 from lightning_pp.split.unit_calls.compilation import uncompiled
 from lightning_pp.split.unit_calls.selective_policy import Policy
 
@@ -195,7 +195,7 @@ def _attempt(
         stack.callback(run.release)
         stack.enter_context(generators_untouched(fake_parameters.device))
         stack.enter_context(fake_parameters.all_fake(lambda fake, name: set_sources(fake, {Parameter(name)})))
-        changes = stack.enter_context(preserved_state(module))
+        changes = stack.enter_context(StateAroundUnits(module, run.standing_by).preserved())
         buffers = list(buffers_outside(module, units))
         stack.enter_context(torch.set_grad_enabled(with_gradients))
         stack.enter_context(uncompiled())
@@ -221,10 +221,7 @@ def _attempt(
 
 
 def _carried(
-    first: DryRun,
-    step: Callable[[DryRun], Any],
-    module: nn.Module,
-    left: Callable[[], list[Left]],
+    first: DryRun, step: Callable[[DryRun], Any], module: nn.Module, left: Callable[[], list[Left]]
 ) -> tuple[CarriedState, ...]:
     """What the ``first`` run has left on the module and a second one uses."""
     tensors = LeftTensors(left(), first.depends_on_batch)

@@ -26,7 +26,7 @@ from lightning_pp.split.record.step_record import (
     spec_of,
 )
 from lightning_pp.split.reductions.recording import EarlierRun, ReductionRecorder
-from lightning_pp.split.side_effects.module_state import RehearsedState
+from lightning_pp.split.side_effects.module_state import StateAroundUnits
 from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, numbers_of, shapes_of
 from lightning_pp.split.unit_calls.interception import UnitCalls
 from lightning_pp.split.unit_calls.looks import StepWatch
@@ -42,7 +42,7 @@ class PathComparison:
         self._fake_parameters = fake_parameters
         self._unit_calls = UnitCalls(units)
         self.unit_sizes = UnitSizes(units, fake_parameters)
-        self._state = RehearsedState(module, units)
+        self._state = StateAroundUnits(module, units)
         self._of_made_up_values: set[tuple[type, str]] = set()
 
     def followed(

@@ -78,7 +78,7 @@ class FakeParameters:
         self._order = {
             prefix: list(parameters_of(child)) for prefix, child in module.named_modules() if prefix not in scripted
         }
-        self._fakes: dict[str, nn.Parameter] = {}
+        self.made: dict[str, nn.Parameter] = {}  # fakes, by canonical name
         self.released: set[str] = set()
         # dtype that parameters have while their unit runs, but for those in `uncast`; None: their own
         self.compute_dtype: torch.dtype | None = None
@@ -115,18 +115,14 @@ class FakeParameters:
     def parameter(self, name: str) -> nn.Parameter:
         """The fake that stands in for the parameter ``name``; tied names share one."""
         canonical = self.canonical_names[name]
-        if canonical not in self._fakes:
+        if canonical not in self.made:
             real = self.names[canonical]
-            self._fakes[canonical] = nn.Parameter(self._empty(real, real.dtype), requires_grad=real.requires_grad)
-        return self._fakes[canonical]
-
-    def named_fakes(self) -> dict[str, nn.Parameter]:
-        """All fake_parameters made so far, by canonical name."""
-        return dict(self._fakes)
+            self.made[canonical] = nn.Parameter(self._empty(real, real.dtype), requires_grad=real.requires_grad)
+        return self.made[canonical]
 
     def fakes(self) -> list[nn.Parameter]:
         """All fake_parameters made so far."""
-        return [*self._fakes.values(), *self._computing_fakes.values()]
+        return [*self.made.values(), *self._computing_fakes.values()]
 
     def set_compute_dtype(self, dtype: torch.dtype | None, uncast: Collection[str] = ()) -> None:
         """Has parameters be of ``dtype`` within calls of their units, as mixed precision keeps gathered parameters.
@@ -353,6 +349,7 @@ def _replace_aliases(
     Returns:
         Container, key and what was there, for each.
     """
+    by_id = {id(old): new for old, new in replacements.items()}  # isinstance of a parameter takes long
     replaced: list[tuple[Any, Any, Any]] = []
     new: list[Any] = []
 
@@ -360,8 +357,7 @@ def _replace_aliases(
         for key, value in items:
             is_reference = isinstance(value, weakref.ref)
             parameter = value() if is_reference else value
-            if isinstance(parameter, nn.Parameter) and parameter in replacements:
-                replacement = replacements[parameter]
+            if (replacement := by_id.get(id(parameter))) is not None:
                 replaced.append((container, key, value))
                 new.append(weakref.ref(replacement) if is_reference else replacement)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.schedule.simulation.memory import peaks_of
@@ -38,7 +39,8 @@ class StageMemory:
     Attributes:
         stage: Number of the stage.
         rank: The rank that runs it.
-        state: What does not depend on microbatches. What two stages of a rank share is in both.
+        parameters: Those that it holds.
+        sizes: Counts them.
         held_after_forward_bytes: Activations of one microbatch from F to I: what autograd saves, and what was received;
             with ``whole_batch_loss`` its part of what is joined, too.
         offloadable_bytes: Of ``held_after_forward_bytes``, what may wait on the host.
@@ -51,13 +53,19 @@ class StageMemory:
 
     stage: int
     rank: int
-    state: StateMemory
+    parameters: Sequence[ParameterSize]
+    sizes: StateSizes
     held_after_forward_bytes: int
     offloadable_bytes: int
     held_after_input_bytes: int
     recomputed_bytes: int
     edge_buffers_bytes: int
     sent_bytes: int
+
+    @cached_property
+    def state(self) -> StateMemory:
+        """What does not depend on microbatches. What two stages of a rank share is in both."""
+        return self.sizes.of(self.parameters, [self.stage])
 
 
 @dataclass(frozen=True)
@@ -200,7 +208,8 @@ def _stage_memory(
     return StageMemory(
         stage,
         placement.rank_of_stage[stage],
-        state.of([parameter for parameter in parameters if stage in parameter.stages], [stage]),
+        [parameter for parameter in parameters if stage in parameter.stages],
+        state,
         activations.after_forward + joined,
         activations.offloadable,
         activations.after_input,

@@ -44,7 +44,7 @@ class ParameterSize:
         """Number of elements of the whole parameter."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def is_shardable(self) -> bool:
         """Whether FSDP2 can shard it: it has rows, is of floating point and is used in its unit only."""
         return self.unit is not None and bool(self.shape) and (self.dtype.is_floating_point or self.dtype.is_complex)
@@ -54,6 +54,9 @@ class ParameterSize:
         if num_shards == 1 or not self.is_shardable:
             return self.num_elements
         return math.ceil(self.shape[0] / num_shards) * math.prod(self.shape[1:])
+
+
+_Held = tuple[ParameterSize, int, bool]  # with elements that a rank keeps, and whether units compute with a copy
 
 
 @dataclass(frozen=True)
@@ -125,30 +128,28 @@ class StateSizes:
 
     def of(self, parameters: Iterable[ParameterSize], stages: Collection[int]) -> StateMemory:
         """What ``stages``, all of one rank, hold of ``parameters``."""
-        parameters = list(parameters)
-        trainable = [parameter for parameter in parameters if parameter.is_trainable]
-        gathered = [parameter for parameter in parameters if self._is_gathered(parameter)]
-        offloaded = set(gathered) if self.cpu_offload else set()
-        on_device = [parameter for parameter in parameters if parameter not in offloaded]
-        gradients_bytes = sum(p.num_elements * self._gradient_dtype(p).itemsize for p in trainable)
+        held = [(p, p.num_elements_held(self.num_shards), self._is_gathered(p)) for p in parameters]
+        gathered = [each for each in held if each[2]]
+        offloaded = gathered if self.cpu_offload else []
+        on_device = [each for each in held if not each[2]] if self.cpu_offload else held
+        trainable = [p for p, *_ in held if p.is_trainable]
         return StateMemory(
             parameters_bytes=self._kept(on_device),
             gathered_parameters_bytes=self._gathered_at_a_time(gathered, stages),
-            gradients_bytes=gradients_bytes,
+            gradients_bytes=sum(p.num_elements * self._gradient_dtype(p).itemsize for p in trainable),
             reduced_gradients_bytes=self._reduced(on_device),
             optimizer_state_bytes=self._optimizer_state(on_device),
             host_bytes=self._kept(offloaded) + self._reduced(offloaded) + self._optimizer_state(offloaded),
         )
 
-    def _kept(self, parameters: Iterable[ParameterSize]) -> int:
-        return sum(p.num_elements_held(self.num_shards) * p.dtype.itemsize for p in parameters)
+    def _kept(self, held: Iterable[_Held]) -> int:
+        return sum(number * p.dtype.itemsize for p, number, _ in held)
 
-    def _reduced(self, parameters: Iterable[ParameterSize]) -> int:
-        return self._kept(p for p in parameters if p.is_trainable and self._is_gathered(p))
+    def _reduced(self, held: Iterable[_Held]) -> int:
+        return self._kept(each for each in held if each[2] and each[0].is_trainable)
 
-    def _optimizer_state(self, parameters: Iterable[ParameterSize]) -> int:
-        num_elements = sum(p.num_elements_held(self.num_shards) for p in parameters if p.is_trainable)
-        return round(num_elements * self.optimizer_bytes)
+    def _optimizer_state(self, held: Iterable[_Held]) -> int:
+        return round(sum(number for p, number, _ in held if p.is_trainable) * self.optimizer_bytes)
 
     def flat_gradients_of(self, parameters: Iterable[ParameterSize]) -> int:
         """The flat copies in which gradients are averaged: all of whole ones, else the largest unit's."""
@@ -167,13 +168,13 @@ class StateSizes:
             self.sharding != "replicate" or self.dtypes.compute not in (None, parameter.dtype)
         )
 
-    def _gathered_at_a_time(self, parameters: Iterable[ParameterSize], stages: Collection[int]) -> int:
+    def _gathered_at_a_time(self, gathered: Iterable[_Held], stages: Collection[int]) -> int:
         units: dict[str, int] = {}
         units_of_stages: dict[int, set[str]] = {stage: set() for stage in stages}
-        for p in parameters:
+        for p, number, _ in gathered:
             assert p.unit is not None  # what no unit holds is not gathered
             dtype = self.dtypes.compute if self.dtypes.compute and p.dtype.is_floating_point else p.dtype
-            num_bytes = p.num_elements_held(self.num_shards) * self.num_shards * dtype.itemsize
+            num_bytes = number * self.num_shards * dtype.itemsize
             units[p.unit] = units.get(p.unit, 0) + num_bytes
             for stage in set(p.stages) & units_of_stages.keys():
                 units_of_stages[stage].add(p.unit)

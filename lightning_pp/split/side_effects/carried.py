@@ -27,13 +27,7 @@ from lightning_pp.split.record.step_record import (
     Value,
 )
 from lightning_pp.split.record.unknown_numbers import UnknownNumber
-from lightning_pp.split.side_effects.containers import (
-    ABSENT,
-    add_entries,
-    containers_in,
-    last_entries,
-    put_back,
-)
+from lightning_pp.split.side_effects.containers import ABSENT, add_entries, containers_in, last_entries, put_back
 from lightning_pp.split.side_effects.hooks import hook_at, watched_hooks
 from lightning_pp.split.side_effects.reach import Reached
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import is_not
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_pp.split._torch_private import (
     forward_hooks_of,
     forward_pre_hooks_of,
 )
+from lightning_pp.split.side_effects.containers import ABSENT
 from lightning_pp.split.side_effects.generators import putting_back
 from lightning_pp.split.side_effects.reach import ClassAttributes, Reached, class_containers, reached_from
 
@@ -29,10 +30,10 @@ Changes = Callable[[], list[tuple[str, str, Any]]]
 _SKIPPED = frozenset({*HELD_BY_MODULES, "_trainer", COMPILED_CALL, "forward"})
 # buffers, hooks and flags, of which none holds containers of the user's
 _OF_TORCH = frozenset(vars(nn.Module()))
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
-@contextmanager
-def preserved_state(module: nn.Module) -> Iterator[Changes]:
+def preserved_state(module: nn.Module) -> AbstractContextManager[Changes]:
     """Within, the attributes and buffers of every submodule may change; afterwards all are as before.
 
     So are the attributes of the users' classes, and the containers and objects that any of these hold, to any depth.
@@ -41,23 +42,23 @@ def preserved_state(module: nn.Module) -> Iterator[Changes]:
         A function that lists ``(module name, attribute, value)`` for everything changed so far: an attribute set anew,
         or one that holds, at whatever depth, a container or object whose content changed.
     """
-    with _preserved(list(module.named_modules())) as changes:
-        yield changes
+    return _preserved(list(module.named_modules()))
 
 
 @contextmanager
 def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
     saved = []
-    generators = [putting_back(value) for _, child in modules for value in child.__dict__.values()]
+    generators: list[Callable[[], None] | None] = []
     kinds = {type(child) for _, child in modules}
     classes, of_classes = ClassAttributes(kinds), {kind: class_containers(kind) for kind in kinds}
     for name, child in modules:
         attributes = child.__dict__
-        contents = {key: _held_by(key, value) for key, value in attributes.items() if key not in _SKIPPED}
+        own = {key: value for key, value in attributes.items() if type(value) not in _PLAIN and key not in _SKIPPED}
+        generators += map(putting_back, own.values())
+        contents = {key: held for key, value in own.items() if (held := _held_by(key, value))}
         of_class = {
             key: reached_from(value, key) for key, value in of_classes[type(child)].items() if key not in attributes
         }
-        tensors = {key: value for key, value in attributes.items() if isinstance(value, Tensor) and key not in _SKIPPED}
         saved.append((name, child, dict(attributes), contents, of_class))
         # in-place updates (batch statistics, counters) go to copies
         buffers = buffers_of(child)
@@ -65,22 +66,20 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
             for key, buffer in buffers.items():
                 if buffer is not None and not buffer.is_meta:
                     buffers[key] = buffer.detach().clone()
-            for key, tensor in tensors.items():
-                if type(tensor) is Tensor:
-                    attributes[key] = tensor.detach().clone()
+            for key, value in own.items():
+                if type(value) is Tensor:
+                    attributes[key] = value.detach().clone()
     working = [dict(child.__dict__) for _, child, *_ in saved]
 
     def changes() -> list[tuple[str, str, Any]]:
         changed = []
         for (name, child, before, contents, of_class), at_start in zip(saved, working, strict=True):
-            for key, value in child.__dict__.items():
-                if key.startswith("_") and key not in before:
-                    continue
+            is_new = {key for key, value in child.__dict__.items() if value is not at_start.get(key, ABSENT)}
+            is_new.update(key for key, held in contents.items() if any(reached.is_changed for reached in held))
+            for key, value in child.__dict__.items() if is_new else ():
+                is_private = key.startswith("_") and key not in before
                 stands_in = callable(value) and callable(getattr(type(child), key, None))  # for a method, as log does
-                if key in _SKIPPED or key == BUFFERS or stands_in:
-                    continue
-                rebound = key not in before or value is not at_start.get(key)
-                if rebound or any(reached.is_changed for reached in contents.get(key, ())):
+                if key in is_new and not (is_private or key in _SKIPPED or key == BUFFERS or stands_in):
                     changed.append((name, key, value))
             for key, held in of_class.items():
                 if any(reached.is_changed for reached in held):
@@ -98,31 +97,33 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
             _put_back(child.__dict__, before)
 
 
-class RehearsedState:
-    """Keeps the state of a module from what a rehearsal changes, in which no unit runs.
+class StateAroundUnits:
+    """Keeps the state of a module while some of its units do not run.
 
-    Units and what is in them are only guarded against what code outside of them does to modules: attributes that it
-    sets and forward hooks that it registers. So all of this is quick.
+    These units and what only they hold are guarded against what code outside of them does to modules: attributes that
+    it sets and forward hooks that it registers. So all of this is quick.
     """
 
     def __init__(self, module: nn.Module, units: Mapping[str, nn.Module]) -> None:
+        self._outside = list(module.named_modules(memo={*units.values()}))
         inside = {child for unit in units.values() for child in unit.modules()}
+        inside.difference_update(child for _, child in self._outside)
         self._inside = [child.__dict__ for child in inside]
         self._hooks = [held for child in inside for held in (forward_pre_hooks_of(child), forward_hooks_of(child))]
-        self._outside = [(name, child) for name, child in module.named_modules() if child not in inside]
 
     @contextmanager
-    def preserved(self, note: Callable[[list[tuple[str, str, Any]]], None] = lambda _: None) -> Iterator[None]:
-        """Within, code outside of units may run; afterwards attributes and buffers are as before.
+    def preserved(self, note: Callable[[list[tuple[str, str, Any]]], None] | None = None) -> Iterator[Changes]:
+        """As :func:`preserved_state`, while code outside of the units may run.
 
-        ``note`` is told at the end what has changed, as by :func:`preserved_state`.
+        ``note`` is told at the end what has changed.
         """
         before = [(attributes, attributes.copy()) for attributes in self._inside]
         hooks = [(held, tuple(held)) for held in self._hooks]
         try:
             with _preserved(self._outside) as changes:
-                yield
-                note(changes())
+                yield changes
+                if note is not None:
+                    note(changes())
         finally:
             for now, held in before:
                 if len(now) != len(held) or any(map(is_not, now.values(), held.values())):
@@ -134,8 +135,6 @@ class RehearsedState:
 
 def _held_by(key: str, value: Any) -> Sequence[Reached]:
     """What an attribute of a module holds that can change."""
-    if value is None or isinstance(value, bool):
-        return ()
     if key in _OF_TORCH:
         return (Reached(key, value),) if isinstance(value, dict) else ()
     return () if isinstance(value, (Tensor, nn.Module)) else reached_from(value, key)

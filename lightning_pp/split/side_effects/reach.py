@@ -44,8 +44,8 @@ class Reached:
     def is_changed(self) -> bool:
         """Whether entries were added, removed or replaced; what entries hold themselves is not looked at."""
         now, before = self.container, self.content
-        if len(now) != len(before):
-            return True
+        if len(now) != len(before) or not before:
+            return len(now) != len(before)
         if isinstance(now, dict):
             return now.keys() != before.keys() or any(map(is_not, map(before.__getitem__, now), now.values()))
         if isinstance(now, set):

@@ -51,6 +51,10 @@ def gives_value(result: Any) -> bool:
     return isinstance(result, Tensor) and not isinstance(result, nn.Parameter) and not _num_handled
 
 
+class StandingBy(partial[Any]):
+    """The ``forward`` of a unit that does not run, since another one that does the same has run."""
+
+
 class OutsideUnits(TorchFunctionMode):
     """A function mode that is off while a unit runs, where it would only cost time."""
 

@@ -41,7 +41,7 @@ class Blocks:
     Attributes:
         milliseconds: Of F, of I and of W of one microbatch. Shape (3, n).
         held: Bytes of one microbatch from F to I, and from I to W. Shape (2, n).
-        parameters: Those of each block; one that several share is with the first. Length n.
+        parameters: Those of each block, as on one stage; one that several share is with the first. Length n.
     """
 
     milliseconds: Numbers
@@ -71,7 +71,7 @@ class Blocks:
         parameters: list[list[ParameterSize]] = [[] for _ in groups]
         for parameter in split.parameter_sizes:
             if parameter.unit in block_of_unit:
-                parameters[block_of_unit[parameter.unit]].append(parameter)
+                parameters[block_of_unit[parameter.unit]].append(replace(parameter, stages=(0,)))
         held = np.zeros((2, len(groups)))
         for unit, num_bytes in least_held(counted.record).items():
             held[:, block_of_unit[unit]] += num_bytes
@@ -104,7 +104,7 @@ class Blocks:
         """Bytes of each block, whatever runs: parameters, gradients, the optimizer's state. Shape (n)."""
         sizes, found = model.state, []
         for own in self.parameters:
-            state = sizes.of([replace(parameter, stages=(0,)) for parameter in own], [0])
+            state = sizes.of(own, [0])
             is_window = sizes.sharding == "full_shard"  # of a few units, however many there are
             found.append(state.total_bytes - (state.gathered_parameters_bytes if is_window else 0))
         return np.array(found, dtype=float)

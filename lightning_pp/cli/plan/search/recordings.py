@@ -60,9 +60,14 @@ class Recordings:
         made = self._for_stages[num_stages]
         if self._options.activation_checkpointing is not False:
             return made
+        return self._recomputed(made, activation_checkpointing)
+
+    def _recomputed(self, made: RecordedModel, activation_checkpointing: ActivationCheckpointing) -> RecordedModel:
         key = id(made), repr(activation_checkpointing)
         if key not in self._recomputing:
-            self._recomputing[key] = with_recomputation(made, activation_checkpointing)
+            found = with_recomputation(replace(made, whole=None), activation_checkpointing)
+            whole = None if made.whole is None else self._recomputed(made.whole, activation_checkpointing)
+            self._recomputing[key] = replace(found, whole=whole)
         return self._recomputing[key]
 
     def _num_units(self, num_stages: int) -> int:
@@ -79,8 +84,7 @@ class Recordings:
         whole = self._recorded((1, 0), 1)
         if num_stages > len(whole.record.first_calls()):
             return self._recorded((num_stages, 0), num_stages)
-        arguments = whole.units, whole.record, whole.num_parameters, self._options.split_head, num_stages
-        head = head_to_split(*arguments)
+        head = head_to_split(whole.units, whole.record, whole.num_parameters, self._options.split_head, num_stages)
         return whole if head is None else self._recorded((1, head[1]), num_stages)
 
     def _recorded(self, key: tuple[int, int], num_stages: int) -> RecordedModel:
@@ -88,11 +92,14 @@ class Recordings:
         if key not in self._made:
             options = replace(self._options, device_memory_gib=None)
             cutter = self._step.cutter(options, self._sizes, [self._microbatch])
+            whole = None if self._whole is None else self._whole._recorded(key, num_stages)
             like = None if self._like is None else self._like._recorded(key, num_stages)
-            if self._whole is None:
-                self._made[key] = cutter.recording(num_stages, like)
-            else:
-                self._made[key] = cutter.on_tensor_ranks(self._whole._recorded(key, num_stages), like)
+            if key[1]:  # with its head whole it is a recording of its own
+                whole, like = (one and replace(one, whole=None) for one in (whole, like))
+            made = cutter.recording(num_stages, like) if whole is None else cutter.on_tensor_ranks(whole, like)
+            if key[1] and made.num_head_parts and self._options.split_head == "auto":
+                made = replace(made, whole=self._recorded((1, 0), 1))
+            self._made[key] = made
         made = self._made[key]
         if made.on_parts is not None and made.on_parts.num_parameters == made.num_parameters:
             raise ConfigurationError(f"no matrix can be cut over {self._sizes.tensor} tensor ranks")

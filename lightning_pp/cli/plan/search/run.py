@@ -18,6 +18,7 @@ from lightning_pp.cli.plan.search.report import Search, nothing_fits, print_sear
 from lightning_pp.cli.plan.search.space import MODEL_CHECKPOINTS, Space
 from lightning_pp.cli.problems import UserError, user_errors
 from lightning_pp.cli.report import wide
+from lightning_pp.collector import collector_paused
 from lightning_pp.conf.targets import build
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.errors import ConfigurationError
@@ -83,7 +84,8 @@ def _searched(
         space = _space(config, request, key, num_replicas, step)
         limit_gib = config.device_memory_gib if config.device_memory_gib is not None else options.device_memory_gib
         limit = None if limit_gib is None else limit_gib * _GIB
-        result = PlanSearch(step, options, space, request.speed, limit).run(tell)
+        with collector_paused():  # of its objects nearly all stay
+            result = PlanSearch(step, options, space, request.speed, limit).run(tell)
         about = Costs(request.speed, None, options.cut).about
         return Search(config, key, space, result, about, limit, type(step.module).__name__)
 
