@@ -294,7 +294,7 @@ class StepPlanCache:
             with_gradients: Whether it is a training step.
         """
         record = plan.record
-        if earlier is None and not record.is_resized:
+        if earlier is None and not (record.is_resized or record.has_dynamic_shapes):
             return record
         arguments: dict[str, Any] = {"with_gradients": with_gradients, "seed_inter_unit": seed_inter_unit}
         at_this_size = earlier or EarlierRun((), 1.0)

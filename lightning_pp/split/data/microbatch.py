@@ -257,6 +257,24 @@ def first_samples(batch: Any, number: int, batch_dim: BatchDim = None) -> Microb
     return _slicer(batch, num_samples, -(-num_samples // number), dims)(0, number)
 
 
+def doubled(part: Microbatch, batch_dim: BatchDim = None) -> Microbatch | None:
+    """``part`` with each of its samples twice: all of them, and all again. None where they cannot be counted."""
+    num_samples, dims = _samples_of(part.data, batch_dim)
+    if num_samples != part.num_samples:
+        return None
+    has_sample_list = num_listed_samples(part.data) is not None
+
+    def twice(tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            dim = dims.get(id(tree), 0)
+            return torch.cat([tree, tree], dim) if tree.dim() > 0 and tree.shape[dim] == num_samples else tree
+        if _is_plain_list(tree) or (has_sample_list and _is_list_of_samples(tree)):
+            return tree + tree if len(tree) == num_samples else tree
+        return map_children(twice, tree)
+
+    return Microbatch(twice(part.data), 2 * num_samples, 1.0)
+
+
 def _slicer(batch: Any, num_samples: int, num_slices: int, dims: Mapping[int, int]) -> Callable[[int, int], Microbatch]:
     """What makes a slice of ``batch`` from the first sample of it and the number of its samples."""
     _refuse_uncuttable(batch, num_slices)

@@ -85,6 +85,7 @@ class Reduction:
         given: Shapes of the tensors that it is given.
         of_samples: Which of them were made of samples by weights: outputs of units, or what was made of these.
         of_selected: Whether one of them has, or is made of, rows that values select (``h[mask]``).
+        of_counted: Whether it may be rows up to a number that Python has of the batch (``h[: int(mask.sum())]``).
         result: Shape of its result; None where that is no tensor.
         numbers: Python numbers that it is given beside tensors.
         value: Its result, where that depends on the batch alone.
@@ -100,6 +101,7 @@ class Reduction:
     given: tuple[Shape, ...]
     of_samples: tuple[bool, ...]
     of_selected: bool
+    of_counted: bool
     result: Shape | None
     numbers: tuple[float, ...]
     value: Tensor | None

@@ -14,6 +14,8 @@ Name = tuple[Any, ...]
 """A place as other processes know it."""
 
 _ARITHMETIC = (Kind.PRODUCT, Kind.QUOTIENT, Kind.ADDITION, Kind.NUMBER)
+# kinds that may reduce rows which the batch selects
+_REDUCING = (Kind.SUM, Kind.CONTRACTION, Kind.MEAN, Kind.LOSS, Kind.EXTREME)
 _DEGREES = (1.0, -1.0, 2.0, -2.0, 0.5, -0.5)
 
 
@@ -33,6 +35,8 @@ class Fact:
         adds_samples: Whether it adds to a sum, sample by sample, in a loop over samples.
         alike: Shapes that it was given, and its result's, where both runs had the same although it reduces rows that
             values of the batch select; empty where they differed, or no value does.
+        of_counted: Whether these may be rows up to a number that Python has of the batch.
+        counts_nothing: Whether it is a count of which Python may make numbers, and that was 0.
     """
 
     kind: Kind
@@ -45,12 +49,19 @@ class Fact:
     degrees: tuple[float | None, ...]
     adds_samples: bool
     alike: frozenset[tuple[Any, Any]]
+    of_counted: bool
+    counts_nothing: bool
 
     @property
     def grows(self) -> bool:
         """Whether it makes or meets values that grow with the batch, or may do so in a later one."""
         is_sum = self.over_rows and not self.is_mean
         return is_sum or self.adds_samples or bool(self.alike) or any(degree != 0 for degree in self.degrees)
+
+    @property
+    def is_unproven(self) -> bool:
+        """Whether a part of the batch that selects other rows may show more."""
+        return bool(self.alike) and not self.of_counted
 
 
 class Facts:
@@ -77,6 +88,21 @@ class Facts:
     def grow(self, reductions: Sequence[Reduction]) -> bool:
         """Whether a step makes values that grow with the batch, so that microbatches need corrections."""
         return any(fact is not None and fact.grows for fact in map(self.find, (r.place for r in reductions)))
+
+    def are_by_chance(self, reductions: Sequence[Reduction]) -> bool:
+        """Whether some of these reduce selected rows, none or as many in both runs that were compared."""
+        facts = map(self.find, (reduction.place for reduction in reductions))
+        return any(fact is not None and (fact.counts_nothing or fact.is_unproven) for fact in facts)
+
+    def can_learn_from(self, reductions: Sequence[Reduction]) -> bool:
+        """Whether a step shows calls that are not known, or selects rows where that is not known."""
+        for reduction in reductions:
+            fact = self.find(reduction.place)
+            if fact is None or (fact.is_unproven and not _has_no_rows(reduction)):
+                return True
+            if fact.counts_nothing and not _counts_nothing(reduction):
+                return True
+        return False
 
     def counts_may_depend_on_counts(self, counted: Sequence[Place]) -> bool:
         """Whether some of what is counted may depend on other counts."""
@@ -134,6 +160,8 @@ class Facts:
 
 def _joined(before: Fact | None, now: Fact) -> Fact:
     """What is known of a call that was looked at again: as many rows by chance prove nothing."""
+    if before is not None and before.alike and before.of_counted:
+        return before  # twice a microbatch has other rows up to twice the number
     if before is None or not now.alike:
         return now
     return before if before.over_rows else replace(now, alike=now.alike | before.alike)
@@ -150,7 +178,13 @@ def _times(reductions: Sequence[Reduction]) -> Mapping[Site, int]:
 
 def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_shapes: bool, is_looped: bool) -> Fact:
     over_rows = large is not None and small.given != large.given and small.result == large.result
-    may_be_by_chance = has_dynamic_shapes and small.of_selected and large is not None and small.given == large.given
+    may_be_by_chance = (
+        has_dynamic_shapes
+        and (small.of_selected or small.of_counted)
+        and small.kind in _REDUCING
+        and large is not None
+        and (small.given == large.given or _has_no_rows(small))
+    )
     degrees: tuple[float | None, ...] = ()
     if large is not None and len(large.numbers) == len(small.numbers):
         degrees = tuple(_degree(a, b, ratio) for a, b in zip(small.numbers, large.numbers, strict=True))
@@ -175,7 +209,18 @@ def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_s
         degrees,
         is_looped and small.kind is Kind.ADDITION and small.result == (),
         frozenset([(small.given, small.result)] if may_be_by_chance else ()),
+        small.of_counted,
+        has_dynamic_shapes and _counts_nothing(small),
     )
+
+
+def _has_no_rows(reduction: Reduction) -> bool:
+    return any(0 in shape for shape in reduction.given)
+
+
+def _counts_nothing(reduction: Reduction) -> bool:
+    value = reduction.value
+    return value is not None and reduction.kind in (Kind.SUM, Kind.CONTRACTION) and not bool(value.any())
 
 
 def _degree(small: float, large: float, ratio: float) -> float | None:

@@ -83,11 +83,20 @@ class ReductionRecorder(OutsideUnits):
         result = func(*args, **kwargs)
         if called is not None:
             result = self._note(func, called, args, kwargs, result)
-        if _selects(func, args):
-            mark_selected(result)
-        else:
-            pass_on_selected((args, kwargs), result)
+        self._mark(func, args, kwargs, result)
         return result
+
+    def _mark(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Marks ``result`` if ``func`` selects rows by values, or by a number that Python may have of the batch."""
+        pass_on_selected((args, kwargs), result)
+        indices: Any = ()
+        if func.__name__ == "__getitem__":
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if func.__name__ in _SELECTING or any(isinstance(i, Tensor) and i.dtype is torch.bool for i in indices):
+            _set(_SELECTED, result)
+        elif self.makes_integers and indices and isinstance(indices[0], slice) and indices[0] != slice(None):
+            is_of_weights_alone = self._depends_on_weights(args[0]) and not self._depends_on_units(args[0])
+            _set(_COUNTED, () if is_of_weights_alone else result)
 
     def _note(self, func: Any, called: Any, args: Any, kwargs: Any, result: Any) -> Any:
         place, frame = called
@@ -118,6 +127,7 @@ class ReductionRecorder(OutsideUnits):
             given,
             tuple(map(self._depends_on_units, tensors)),
             any(hasattr(tensor, _SELECTED) for tensor in tensors),
+            any(hasattr(tensor, _COUNTED) for tensor in tensors),
             shapes_of(result),
             tuple(filter(is_number, (*args, *kwargs.values()))),
             result.detach().clone() if is_plain and kind not in (Kind.PRODUCT, Kind.QUOTIENT, Kind.ADDITION) else None,
@@ -134,24 +144,18 @@ def shapes_of(result: Any) -> Any:
 
 
 def pass_on_selected(given: Any, result: Any) -> None:
-    """Marks what was made of rows that values select, by a unit or a function, as such rows are."""
-    if any(hasattr(tensor, _SELECTED) for tensor in tensors_of(given)):
-        mark_selected(result)
+    """Marks what a unit or a function made of rows that values select, as such rows are."""
+    for mark in (_SELECTED, _COUNTED):
+        if any(hasattr(tensor, mark) for tensor in tensors_of(given)):
+            _set(mark, result)
 
 
-def mark_selected(result: Any) -> None:
-    """Notes that ``result`` has, or is made of, rows that values select."""
+def _set(mark: str, result: Any) -> None:
     for tensor in tensors_of(result):
-        setattr(tensor, _SELECTED, True)
+        setattr(tensor, mark, True)
 
 
-def _selects(func: Any, args: Any) -> bool:
-    indices = args[1] if func.__name__ == "__getitem__" else ()
-    masks = indices if isinstance(indices, tuple) else (indices,)
-    return func.__name__ in _SELECTING or any(isinstance(m, Tensor) and m.dtype is torch.bool for m in masks)
-
-
-_SELECTED = "_pp_selected"
+_SELECTED, _COUNTED = "_pp_selected", "_pp_counted"
 _SELECTING = ("masked_select", "nonzero", "argwhere", "unique")
 INTEGERS = ("__int__", "__index__")
 _MOST_ELEMENTS = 1 << 16

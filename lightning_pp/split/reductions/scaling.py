@@ -98,6 +98,7 @@ class ScaledStep(OutsideUnits):
         self._is_paused = False
         self._seen: set[Place] = set()
         self._unknown: dict[Tensor, str] = {}
+        self._reads: set[Any] = set()  # 0, .5 and 1 for what Python read, or reduced
 
     def __enter__(self) -> ScaledStep:
         """Follows what runs from here on."""
@@ -137,11 +138,11 @@ class ScaledStep(OutsideUnits):
         kind = kind_of(func)
         if func.__name__ in INTEGERS or (func.__name__ in _EQUALITIES and any(type(each) is int for each in args)):
             args = tuple(getattr(each, _OWN_COUNT, each) for each in args)  # as mask.sum() == mask.numel() has it
-            return func(*args, **kwargs)
+            return self._noted(func(*args, **kwargs))
         if self._unknown:  # to ask whether such a count equals a number, as above, is harmless
             self._refuse_unknown(tensors_given(args, kwargs))
         if kind is Kind.READING:
-            return func(*args, **kwargs)
+            return self._noted(func(*args, **kwargs))
         if kind is None or kind is Kind.LINEAR:
             result = self._other(kind, func, args, kwargs)
             if self._follows and not _of_each_row(func, args):
@@ -159,13 +160,22 @@ class ScaledStep(OutsideUnits):
                 self._check_known(kind, line_of(frame), result)
             return result
         result = _HANDLERS[kind](self, place, fact, func, args, kwargs)
-        if fact.alike and kind in _REDUCING:
-            _check_alike(fact, tuple(tuple(each.shape) for each in tensors_given(args, kwargs)), shapes_of(result))
+        shapes = tuple(tuple(each.shape) for each in tensors_given(args, kwargs))
+        if any(0 in shape for shape in shapes):
+            self._reads.add(0)
+        if fact.alike:
+            _check_alike(fact, shapes, shapes_of(result))
         if self._follows:
             reduces = fact.over_rows and fact.depends_on_weights
             given = list(tensors_given(args, kwargs))
             follow(kind, func, given, fact.of_samples, result, reduces=reduces, line=user_line)
         return result
+
+    def _noted(self, read: Any) -> Any:
+        """``read``, a number that Python makes of a tensor; whether it is 0 or less than 1 is kept."""
+        if is_number(read):
+            self._reads.add(0.5 if 0 < read < 1 else bool(read))
+        return read
 
     # ---------------------------------------------------------------- kinds of functions
 
@@ -296,7 +306,19 @@ class ScaledStep(OutsideUnits):
         values, of_numbers = list(args), iter(fact.degrees)
         where = [(index, next(of_numbers, 0.0)) for index, value in enumerate(args) if is_number(value)]
         counted = [index for index, degree in where if degree is None]
-        total = self._total(place, tuple(float(values[index]) for index in counted)) if counted else ()
+        numbers = tuple(float(values[index]) for index in counted)
+        of_none = numbers if self._reads == {0} else (0.0,) * len(numbers)  # where the microbatch counts nothing
+        total = self._total(place, (*numbers, *of_none)) if counted else ()
+        is_bounded = 0.5 in self._reads and any(degree and values[index] == 1 for index, degree in where)
+        if is_bounded or any(
+            0 != none != whole for whole, none in zip(total or (), (total or ())[len(counted) :], strict=False)
+        ):
+            raise SplitError(
+                f"{fact.line} calculates with a number that Python made of a count. Where little or nothing is counted "
+                "in a microbatch, the number is larger, so the numbers do not add up to that of the batch. Keep the "
+                "count a tensor (mask.sum().clamp(min=1) for max(int(mask.sum()), 1)), or set whole_batch_loss=True "
+                "on the strategy."
+            )
         for index, degree in where:
             degrees[index] = 1.0 if degree is None else degree
         for index, whole in zip(counted, total or (), strict=False):
@@ -418,8 +440,6 @@ def _beside(result: Tensor, total: Tensor | float) -> Tensor:
     return total.to(result.device, non_blocking=True)
 
 
-# kinds that may reduce rows which the batch selects
-_REDUCING = (Kind.SUM, Kind.CONTRACTION, Kind.MEAN, Kind.LOSS, Kind.EXTREME)
 # no bound methods in the step itself: what they hold would live until the next collection of garbage
 _HANDLERS: Mapping[Kind, Callable[..., Any]] = {
     Kind.SUM: ScaledStep._sum,

@@ -156,6 +156,8 @@ class StepCounting:
             return counted
         if not steps.is_training:  # an evaluation, whose end may need data; its first batch is checked
             return {}
+        if isinstance(failure, SplitError):
+            raise failure
         raise SplitError(
             f"{innermost_user_line(failure)} raised {type(failure).__name__} in a rehearsal on made-up values, which "
             f"counts what the loss divides by: {failure}. Compute the loss before this line, or set "

@@ -17,6 +17,7 @@ from lightning_pp.split.data.microbatch import (
     batch_size_of,
     described,
     dims_of_samples,
+    doubled,
     other_dims,
     placed_tensors,
     split_batch,
@@ -71,6 +72,10 @@ class BatchCutter:
         if self._split is not None:
             return split_by(self._split, batch, number)
         return split_batch(batch, number, self._batch_dim)
+
+    def doubled(self, part: Microbatch) -> Microbatch | None:
+        """``part`` with each of its samples twice; None where only the user's function knows what a sample is."""
+        return None if self.is_users else doubled(part, self._batch_dim)
 
 
 @contextmanager

@@ -136,6 +136,7 @@ class BatchPreparation:
         scaled = self._scaling.start_counting(
             BatchSteps(call.step, microbatches, plans, rehearse, seeds, factor, state if is_traced else None),
             sizes=lambda: self.two_sizes(microbatches, batch),
+            double=self._cutter.doubled,
             record_at=partial(self._record_at, call, seeds[0], state),
             among_replicas=around is None,
             follows_estimates=follows_estimates,

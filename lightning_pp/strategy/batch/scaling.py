@@ -45,11 +45,6 @@ class TwoSizes:
     parts: Sequence[Microbatch]
     is_cut_by_user: bool = False
 
-    @property
-    def ratio(self) -> float:
-        """Samples of the whole over samples of its first part."""
-        return self.whole.num_samples / self.parts[0].num_samples
-
 
 def two_sizes(
     microbatches: Sequence[Microbatch],
@@ -161,6 +156,7 @@ class BatchScaling:
         steps: BatchSteps,
         *,
         sizes: Callable[[], TwoSizes | None],
+        double: Callable[[Microbatch], Microbatch | None],
         record_at: RecordAt,
         among_replicas: bool = True,
         follows_estimates: bool = False,
@@ -170,6 +166,7 @@ class BatchScaling:
         Args:
             steps: The steps of the batch.
             sizes: A part of the batch at two sizes; None where it has only one sample.
+            double: Has each sample of a microbatch twice; None where that cannot be made.
             record_at: Makes a dry run of the step on such a part.
             among_replicas: Whether the batch is a part of a global batch.
             follows_estimates: Whether a loss that does not add up over microbatches is an error.
@@ -183,7 +180,7 @@ class BatchScaling:
         if not self._groups.is_last_stage or (len(shares) == 1 and num_replicas == 1):
             return ScaledBatch(weights, _nothing)
         facts, records = self._facts.setdefault(steps.name, Facts()), steps.records
-        is_known = all(facts.knows(record.reductions) for record in records) or _learn(facts, sizes(), record_at)
+        is_known = _learned(facts, steps, sizes, double, record_at)
         batch = ScaledBatch(weights, _nothing, facts, shares, allows_auxiliary=self._allows_auxiliary)
         batch.is_training = steps.is_training and is_known  # of one sample nothing is known: as under DDP
         batch.follows_estimates = follows_estimates and batch.is_training
@@ -278,26 +275,62 @@ def _settle(
     )
 
 
-def _learn(facts: Facts, sizes: TwoSizes | None, record_at: RecordAt) -> bool:
-    """Compares dry runs of the step on parts of two sizes; whether there are two."""
-    if sizes is None:
-        return False
-    small = record_at(sizes.parts[0], None)
-    keeps_integers = False
+def _learned(
+    facts: Facts,
+    steps: BatchSteps,
+    sizes: Callable[[], TwoSizes | None],
+    double: Callable[[Microbatch], Microbatch | None],
+    record_at: RecordAt,
+) -> bool:
+    """Compares dry runs of the step on parts of two sizes, where something is not known; whether there are two.
+
+    As many selected rows in both are no proof, and a part may take another branch. So a microbatch that selects rows,
+    or calls what is not known, is compared with itself twice, which has twice as many of everything.
+    """
+    records = [plan.record for plan in steps.plans]
+
+    def are_known() -> bool:
+        return all(facts.knows(record.reductions) and not facts.are_by_chance(record.reductions) for record in records)
+
+    if are_known():
+        return True
+    found = sizes()
+    if found is None:
+        return all(facts.knows(record.reductions) for record in records)
+    _learn(facts, record_at(found.parts[0], None), found.parts[0], found.whole, found.is_cut_by_user, record_at)
+    for microbatch in steps.microbatches:
+        twice = None if are_known() else double(microbatch)
+        if twice is None:
+            break
+        part = replace(microbatch, weight=1.0)
+        small = record_at(part, None)
+        if facts.can_learn_from(small.reductions):
+            _learn(facts, small, part, twice, False, record_at)
+    return True
+
+
+def _learn(
+    facts: Facts,
+    small: StepRecord,
+    part: Microbatch,
+    whole: Microbatch,
+    is_cut_by_user: bool,
+    record_at: RecordAt,
+) -> None:
+    """Compares ``small``, a dry run of the step on a part of a batch, with one on a larger part."""
+    ratio, keeps_integers = whole.num_samples / part.num_samples, False
     try:
-        large = record_at(sizes.whole, EarlierRun(small.reductions, sizes.ratio))
+        large = record_at(whole, EarlierRun(small.reductions, ratio))
     except Exception:  # a sum of integers that is a size or a place, and not a count
-        large = record_at(sizes.whole, EarlierRun(small.reductions, sizes.ratio, shows_integers=False))
+        large = record_at(whole, EarlierRun(small.reductions, ratio, shows_integers=False))
         keeps_integers = True
-    has_dynamic_shapes = sizes.is_cut_by_user or small.has_dynamic_shapes or large.has_dynamic_shapes
     facts.learn(
         small.reductions,
         large.reductions,
-        sizes.ratio,
-        has_dynamic_shapes=has_dynamic_shapes,
+        ratio,
+        has_dynamic_shapes=is_cut_by_user or small.has_dynamic_shapes or large.has_dynamic_shapes,
         keeps_integers=keeps_integers,
     )
-    return True
 
 
 def _nothing() -> None:

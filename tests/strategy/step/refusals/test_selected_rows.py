@@ -54,15 +54,61 @@ def trained(kind: type[Step], layout: Layout, **options: Any) -> list[float]:
     return fitted(kind, layout, 4, **options)[0]
 
 
-@pytest.mark.parametrize("kind", [SelectsRareRows, SelectsBeforeAUnit])
+class SelectsIfAny(SelectsRareRows):
+    """A mean in a branch that no microbatch takes until some row is selected."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        mask = x[:, 7] > 1.4
+        return h[mask].square().mean() if mask.any() else h.sum() * 0
+
+
+class CutsAtACount(SelectsRareRows):
+    """Adds up rows up to a number that Python has of the batch, 0 in the first two batches."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        return h[: int((x[:, 7] > 1.4).sum())].square().sum() / h.shape[1]
+
+
+class DividesByAtLeastOne(SelectsRareRows):
+    """Divides by a number of Python, which is 1 for a microbatch of which nothing is counted."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        mask = x[:, 6] > 1.4
+        return (h.square().mean(1) * mask).sum() / max(int(mask.sum()), 1)
+
+
+class DividesByItem(SelectsRareRows):
+    """The same by another function."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        mask = (x[:, 5] > 0.3).to(h.dtype)
+        return (h.square().mean(1) * mask).sum() / max(mask.sum().item(), 1.0)
+
+
+def cut(batch: Any, number: int) -> list[Any]:
+    """The user's way to cut a batch, so nobody else can make a larger one of a microbatch."""
+    return list(zip(*(tensor.chunk(number) for tensor in batch), strict=True))
+
+
+def refusal(pool: WorkerPool, kind: type[Step], **options: Any) -> str:
+    report = pool.run(trained, kind, LAYOUT, world_size=2, expect_failure=True, **options)
+    return "\n".join(failure.message for failure in report.failures if failure)
+
+
 @pytest.mark.parametrize("is_checked", [True, False])
-def test_as_many_rows_by_chance_are_no_proof(pool: WorkerPool, kind: type[Step], is_checked: bool) -> None:
-    report = pool.run(trained, kind, LAYOUT, check_first_batches=is_checked, world_size=2, expect_failure=True)
+def test_as_many_rows_by_chance_are_no_proof(pool: WorkerPool, is_checked: bool) -> None:
     text = "reduces rows that values of the batch select. Now it is given [1, 8], and in all parts of the batch"
-    assert any(failure and text in failure.message for failure in report.failures)
+    assert text in refusal(pool, SelectsRareRows, check_first_batches=is_checked, split_batch=cut)
+    assert text in refusal(pool, CutsAtACount, check_first_batches=is_checked)
 
 
-@pytest.mark.parametrize("kind", [SelectsRows, SelectsByAMask])
+@pytest.mark.parametrize("kind", [DividesByAtLeastOne, DividesByItem])
+def test_numbers_of_python_have_to_add_up(pool: WorkerPool, kind: type[Step]) -> None:
+    text = "the number is larger, so the numbers do not add up to that of the batch"
+    assert text in refusal(pool, kind)
+
+
+@pytest.mark.parametrize("kind", [SelectsRows, SelectsByAMask, SelectsRareRows, SelectsBeforeAUnit, SelectsIfAny])
 def test_sums_of_selected_rows_train_as_on_one_device(pool: WorkerPool, kind: type[Step]) -> None:
     expected = fitted(kind, None, 4)[0]
     for losses in pool.run(trained, kind, LAYOUT, world_size=2):
