@@ -99,16 +99,16 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_773,
-    ("strategy",): 12_999,
-    ("cli", "conf", "doctor"): 9_418,
-    ("telemetry", "callbacks"): 4_407,
-    ("schedule",): 5_044,
-    ("planning",): 5_582,
+    ("split",): 12_813,
+    ("strategy",): 12_803,
+    ("cli", "conf", "doctor"): 9_270,
+    ("telemetry", "callbacks"): 4_381,
+    ("schedule",): 4_910,
+    ("planning",): 5_581,
     ("runtime",): 4_572,
-    ("checkpoint",): 3_820,
-    ("sharding",): 3_588,
-    ("distributed",): 2_432,
+    ("checkpoint",): 3_721,
+    ("sharding",): 3_501,
+    ("distributed",): 2_429,
     ("tensor",): 3_101,
     ("verification",): 750,
 }
