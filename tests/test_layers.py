@@ -99,7 +99,7 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_813,
+    ("split",): 12_815,
     ("strategy",): 12_803,
     ("cli", "conf", "doctor"): 9_270,
     ("telemetry", "callbacks"): 4_381,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pp.split._torch_private import is_functorch_wrapped
 from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.record.reduction import Kind, Place, Reduction
 from lightning_pp.split.reductions.functions import LossCall, kind_of
@@ -116,6 +117,7 @@ class ReductionRecorder(OutsideUnits):
         if before is not None and isinstance(result, Tensor) and not depends and before.given != given:
             result = _as_before(before, result, self._ratio)
         is_plain = isinstance(result, Tensor) and not depends and result.numel() <= _MOST_ELEMENTS
+        is_plain = is_plain and not is_functorch_wrapped(result)
         reduction = Reduction(
             place,
             kind,
