@@ -1,6 +1,6 @@
 """Time from the start of a command to the end of its first batch: plain Lightning, DDP of two, a pipeline of two.
 
-Beside the wall time stands the processor time of both processes together, which other work on the machine changes less.
+Beside the wall time stands the processor time of both processes together.
 Every run is a command of its own, which imports what its way needs: plain Lightning and DDP do not import this package,
 which is compiled to bytecode first, as an installation does. The machine has to be idle. What a pipeline may take more
 than DDP is ``TARGET``.

@@ -15,7 +15,7 @@ keeps every dependency.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -51,14 +51,19 @@ class _Turns:
         return codes[~self._is_left_out], places[~self._is_left_out]
 
 
+def _turns_of_ranks(placement: Placement, m: int) -> Iterator[tuple[int, _Turns, _Turns]]:
+    """Each rank, with the turns of its forwards and those of its backwards."""
+    for rank in range(placement.num_ranks):
+        stages = placement.stages_of_rank(rank)
+        yield rank, _Turns(stages, placement.num_ranks, m), _Turns(stages[::-1], placement.num_ranks, m)
+
+
 def build_1f1b(name: str, request: ScheduleRequest) -> Schedule:
     """Rank r warms up with ``2 * (p - 1 - r) + (v - 1) * p`` F (for v = 1, ``p - 1 - r``), then alternates F and B."""
     p, m, v = request.num_ranks, request.num_microbatches, request.stages_per_rank
     placement = Placement.interleaved(p, v)
     programs = []
-    for rank in range(p):
-        stages = placement.stages_of_rank(rank)
-        forwards, backwards = _Turns(stages, p, m), _Turns(stages[::-1], p, m)
+    for rank, forwards, backwards in _turns_of_ranks(placement, m):
         num_warmup = p - 1 - rank if v == 1 else 2 * (p - 1 - rank) + (v - 1) * p
         codes = in_order(
             forwards.placed(F, 2 * (forwards.number - num_warmup)),
@@ -76,9 +81,7 @@ def build_split(name: str, k: int, request: ScheduleRequest) -> Schedule:
     p, m, v = request.num_ranks, request.num_microbatches, request.stages_per_rank
     placement = Placement.interleaved(p, v)
     programs = []
-    for rank in range(p):
-        stages = placement.stages_of_rank(rank)
-        forwards, backwards = _Turns(stages, p, m), _Turns(stages[::-1], p, m)
+    for rank, forwards, backwards in _turns_of_ranks(placement, m):
         num_warmup = k * (p - 1 - rank) + (v - 1) * p
         codes = in_order(
             forwards.placed(F, 3 * (forwards.number - num_warmup)),

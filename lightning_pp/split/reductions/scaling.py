@@ -54,10 +54,12 @@ class Scale(NamedTuple):
     Attributes:
         share: Its share of the samples.
         totals: What the whole batch counts at each place that is counted; empty while that is being found out.
+        num_samples: Of the microbatch, while it is counted.
     """
 
     share: float
     totals: Mapping[Place, Count]
+    num_samples: int = 1
 
 
 class ScaledStep(OutsideUnits):
@@ -89,7 +91,7 @@ class ScaledStep(OutsideUnits):
     ) -> None:
         super().__init__()
         self._facts = facts
-        self._share, self._totals = scale
+        self._share, self._totals, self._num_samples = scale
         self._has_data = has_data
         self._counted = counted
         self._refuses_unknown = refuses_unknown
@@ -98,7 +100,7 @@ class ScaledStep(OutsideUnits):
         self._is_paused = False
         self._seen: set[Place] = set()
         self._unknown: dict[Tensor, str] = {}
-        self._reads: set[Any] = set()  # 0, .5 and 1 for what Python read, or reduced
+        self._reads: set[Any] = set()  # whether a number that Python read was not 0; 0 for no rows too
 
     def __enter__(self) -> ScaledStep:
         """Follows what runs from here on."""
@@ -172,9 +174,9 @@ class ScaledStep(OutsideUnits):
         return result
 
     def _noted(self, read: Any) -> Any:
-        """``read``, a number that Python makes of a tensor; whether it is 0 or less than 1 is kept."""
+        """``read``, a number that Python makes of a tensor; whether it is 0 is kept."""
         if is_number(read):
-            self._reads.add(0.5 if 0 < read < 1 else bool(read))
+            self._reads.add(bool(read))
         return read
 
     # ---------------------------------------------------------------- kinds of functions
@@ -307,12 +309,10 @@ class ScaledStep(OutsideUnits):
         where = [(index, next(of_numbers, 0.0)) for index, value in enumerate(args) if is_number(value)]
         counted = [index for index, degree in where if degree is None]
         numbers = tuple(float(values[index]) for index in counted)
-        of_none = numbers if self._reads == {0} else (0.0,) * len(numbers)  # where the microbatch counts nothing
+        # what stands where the microbatch counts nothing, but for multiples of its samples, as len(x) is
+        of_none = tuple(n if self._reads == {0} and n % self._num_samples else 0.0 for n in numbers)
         total = self._total(place, (*numbers, *of_none)) if counted else ()
-        is_bounded = 0.5 in self._reads and any(degree and values[index] == 1 for index, degree in where)
-        if is_bounded or any(
-            0 != none != whole for whole, none in zip(total or (), (total or ())[len(counted) :], strict=False)
-        ):
+        if any(0 != none != whole for whole, none in zip(total or (), (total or ())[len(counted) :], strict=False)):
             raise SplitError(
                 f"{fact.line} calculates with a number that Python made of a count. Where little or nothing is counted "
                 "in a microbatch, the number is larger, so the numbers do not add up to that of the batch. Keep the "

@@ -203,8 +203,8 @@ class BatchScaling:
     def _count(self, batch: ScaledBatch, facts: Facts, steps: BatchSteps) -> list[Counts]:
         """What each microbatch counts, given what ``batch`` counts so far."""
         return [
-            self._counting.count(steps, index, facts, Scale(batch.shares[index], batch.totals))
-            for index in range(len(steps.plans))
+            self._counting.count(steps, index, facts, Scale(batch.shares[index], batch.totals, each.num_samples))
+            for index, each in enumerate(steps.microbatches)
         ]
 
     def _join_replicas(
@@ -299,7 +299,8 @@ def _learned(
         return all(facts.knows(record.reductions) for record in records)
     _learn(facts, record_at(found.parts[0], None), found.parts[0], found.whole, found.is_cut_by_user, record_at)
     for microbatch in steps.microbatches:
-        twice = None if are_known() else double(microbatch)
+        is_one = microbatch.num_samples == 1  # of which len(x) and max(count, 1) say the same
+        twice = None if is_one or are_known() else double(microbatch)
         if twice is None:
             break
         part = replace(microbatch, weight=1.0)
