@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "BatchPart": "split",
+    "BatchPart": "split.data.microbatch",
     "CombinedOptimizer": "combined_optimizer",
     "PipelineParallelStrategy": "strategy",
     "split_packed": "packed_batches",
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lightning_pp.callbacks import MemorySnapshots, PipelineMonitor, PipelineProfiler, PipelineWandbLogger
     from lightning_pp.combined_optimizer import CombinedOptimizer
     from lightning_pp.packed_batches import split_packed
-    from lightning_pp.split import BatchPart
+    from lightning_pp.split.data.microbatch import BatchPart
     from lightning_pp.strategy import PipelineParallelStrategy
     from lightning_pp.verification.verify import verify
 else:

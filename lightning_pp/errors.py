@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,11 @@ class NonFiniteError(ArithmeticError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint does not fit the model, or is damaged."""
+
+
+def enumerate_names(names: Sequence[str], most: int = 10) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def add_note(error: Exception, note: str) -> None:

@@ -99,17 +99,17 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_816,
-    ("strategy",): 12_804,
-    ("cli", "conf", "doctor"): 9_270,
-    ("telemetry", "callbacks"): 4_381,
-    ("schedule",): 4_913,
-    ("planning",): 5_581,
+    ("split",): 12_796,
+    ("strategy",): 12_796,
+    ("cli", "conf", "doctor"): 9_268,
+    ("telemetry", "callbacks"): 4_356,
+    ("schedule",): 4_903,
+    ("planning",): 5_557,
     ("runtime",): 4_572,
-    ("checkpoint",): 3_721,
-    ("sharding",): 3_501,
+    ("checkpoint",): 3_668,
+    ("sharding",): 3_466,
     ("distributed",): 2_429,
-    ("tensor",): 3_101,
+    ("tensor",): 3_100,
     ("verification",): 750,
 }
 

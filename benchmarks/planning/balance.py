@@ -32,10 +32,10 @@ from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_costs import assumed_speed, estimated_costs
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Placement, StageCosts, build_schedule
-from lightning_pp.split import discover_units
 from lightning_pp.split.data.microbatch import split_batch
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.fakes.without_memory import parameters_without_memory
+from lightning_pp.split.unit_calls.units import discover_units
 
 Make = Callable[[], tuple[nn.Module, dict[str, Tensor]]]
 

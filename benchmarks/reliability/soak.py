@@ -182,7 +182,7 @@ def soak_with(
     backend: str = "c10d",
 ) -> dict[str, Any]:
     """As :func:`soak`, with these faults: optimizer steps, kinds and ranks."""
-    from lightning_pp.checkpoint import read_alone
+    from lightning_pp.checkpoint.reading.open import read_alone
 
     printed, seconds = train(folder, "faulty", num_steps, save_every, planned, num_nodes, backend)
     _, undisturbed = train(folder, "undisturbed", num_steps, save_every, [], num_nodes, backend)

@@ -19,14 +19,13 @@ from typing import Any
 import torch
 
 from lightning_pp.checkpoint._torch_private import tree_flatten, tree_map_only
-from lightning_pp.checkpoint.ownership.catalog import enumerate_names
 from lightning_pp.checkpoint.reading.open import optimizer_states
 from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
 from lightning_pp.checkpoint.reading.opened_folder import FolderCheckpoint
 from lightning_pp.checkpoint.reading.stored_tensor import StoredTensor, in_memory
 from lightning_pp.checkpoint.storage import folder
 from lightning_pp.checkpoint.storage.safetensors_file import INDEX_FILENAME, write_safetensors
-from lightning_pp.errors import CheckpointError
+from lightning_pp.errors import CheckpointError, enumerate_names
 
 
 class Weights:

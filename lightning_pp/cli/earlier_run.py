@@ -17,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import lightning_pp.conf  # noqa: F401  (importing it registers the schema)
-from lightning_pp.checkpoint import checkpoints_in, open_checkpoint
-from lightning_pp.checkpoint.reading.newest_good import verify
+from lightning_pp.checkpoint.reading.newest_good import checkpoints_in, verify
+from lightning_pp.checkpoint.reading.open import open_checkpoint
 from lightning_pp.checkpoint.storage.location import is_url
 from lightning_pp.cli.problems import UserError
 from lightning_pp.errors import CheckpointError

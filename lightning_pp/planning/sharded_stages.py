@@ -18,7 +18,10 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Schedule, ShardedProgram, Sharding, insert_sharding
 from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode
-from lightning_pp.sharding import CollectiveClock, ReplicatedUnits, ShardedStages, ShardedUnits
+from lightning_pp.sharding.fsdp import ShardedUnits
+from lightning_pp.sharding.replicated_units import ReplicatedUnits
+from lightning_pp.sharding.stages import ShardedStages
+from lightning_pp.sharding.units.collective_times import CollectiveClock
 from lightning_pp.split.memory.state_memory import StepDtypes
 
 

@@ -71,6 +71,6 @@ def refusing_derivatives(tensor: Tensor, message: str) -> Tensor:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` itself was compiled by ``torch.compile`` or ``Module.compile``."""
-    # looked up here, since importing torch._dynamo takes seconds
-    return isinstance(module, torch._dynamo.OptimizedModule) or module.__dict__.get(COMPILED_CALL) is not None
+    """Whether anything in ``module`` was compiled by ``torch.compile`` or ``Module.compile``."""
+    kind = torch._dynamo.OptimizedModule  # looked up here, since importing torch._dynamo takes seconds
+    return any(isinstance(each, kind) or vars(each).get(COMPILED_CALL) is not None for each in module.modules())

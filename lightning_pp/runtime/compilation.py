@@ -70,7 +70,7 @@ class CompiledUnits:
 
     def __init__(self, units: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
         self._units = {
-            name: unit for name, unit in units.items() if not _is_compiled(unit) and not is_one_operation(unit)
+            name: unit for name, unit in units.items() if not is_compiled(unit) and not is_one_operation(unit)
         }
         self._options = dict(options)
         self._backend = DeferringBackend(options)
@@ -79,7 +79,7 @@ class CompiledUnits:
         self._kept: dict[str, None] = {
             f"{name}.{weight}": None
             for name, unit in units.items()
-            if _is_compiled(unit)
+            if is_compiled(unit)
             for weight, parameter in unit.named_parameters()
             if parameter.requires_grad and parameter.dim() > 1
         }
@@ -129,9 +129,8 @@ class CompiledUnits:
     def detach(self) -> None:
         """From here on the units run as the user made them, and can be pickled again."""
         for name, before in self._before.items():
-            if before is None:
-                self._units[name].__dict__.pop("forward", None)
-            else:
+            self._units[name].__dict__.pop("forward", None)
+            if before is not None:
                 self._units[name].__dict__["forward"] = before
         self._before.clear()
 
@@ -140,7 +139,3 @@ def is_one_operation(unit: nn.Module) -> bool:
     """Whether compiled code would be what torch has anyway; a part of a head is one product and a few sums."""
     is_of_torch = type(unit).__module__.startswith("torch.nn.")
     return isinstance(unit, HeadPart) or (is_of_torch and next(unit.children(), None) is None)
-
-
-def _is_compiled(unit: nn.Module) -> bool:
-    return any(map(is_compiled, unit.modules()))

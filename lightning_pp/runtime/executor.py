@@ -29,7 +29,7 @@ from lightning_pp.split.record.step_record import Value
 from lightning_pp.split.unit_calls.interception import UnitCalls
 
 if TYPE_CHECKING:
-    from lightning_pp.sharding import ShardedStages
+    from lightning_pp.sharding.stages import ShardedStages
 
 _MOST_PROGRAMS = 256
 # an attribute of exceptions

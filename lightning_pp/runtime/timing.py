@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,9 +59,7 @@ class StepTimer:
     def __init__(self, device: torch.device, *, is_on: bool = True) -> None:
         self._cuda = device.type == "cuda"
         self._is_on = is_on
-        self._now: Callable[[], Any] = _recorded_event if self._cuda else time.perf_counter_ns
-        if not is_on:
-            self._now = lambda: None
+        self._now: Callable[[], Any] = partial(moment, device) if is_on else lambda: None
         self._origin: Any = self._now()
         self._begun: Any = self._origin
         self._waiting: Any = self._origin
@@ -87,27 +86,33 @@ class StepTimer:
 
     def times(self) -> list[ActionTimes]:
         """The times of all F, I, W and B so far; on CUDA waits for the last of them."""
-        return [moment for moment in self._all_times() if moment.action.kind.is_compute]
+        return [each for each in self._all_times() if each.action.kind.is_compute]
 
     def sharding_times(self) -> list[ActionTimes]:
         """The times of all other actions so far: when each was begun, not when its collective or copy ended."""
-        return [moment for moment in self._all_times() if not moment.action.kind.is_compute]
+        return [each for each in self._all_times() if not each.action.kind.is_compute]
 
     def _all_times(self) -> list[ActionTimes]:
         if not self._is_on:
             raise RuntimeError("This step was not timed, since no times were asked for before it began.")
-        if self._cuda and self._marks:
-            self._marks[-1][-1].synchronize()
         times = []
         for action, *moments in self._marks:
-            begun, waiting, arrived, ended = map(self._since, moments)
+            begun, waiting, arrived, ended = map(partial(ms_between, self._origin), moments)
             times.append(ActionTimes(action, begun, arrived, ended, waiting - begun))
         return times
 
-    def _since(self, moment: Any) -> float:
-        if not self._cuda:
-            return float((moment - self._origin) / 1e6)
-        return float(self._origin.elapsed_time(moment))
+
+def moment(device: torch.device) -> Any:
+    """Now, by the host's clock; on CUDA when the device comes to it."""
+    return _recorded_event() if device.type == "cuda" else time.perf_counter_ns()
+
+
+def ms_between(first: Any, second: Any) -> float:
+    """Milliseconds from one moment to another; waits for the device."""
+    if isinstance(first, int):
+        return float(second - first) / 1e6
+    second.synchronize()
+    return float(first.elapsed_time(second))
 
 
 def _recorded_event() -> Any:

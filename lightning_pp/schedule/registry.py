@@ -113,6 +113,15 @@ def schedule_family(name: str) -> Family:
     return _FAMILIES[name]
 
 
+def families_allowing(stages_per_rank: int) -> list[Family]:
+    """The families that can place so many stages on a rank; an interleaved one of one stage is another one again."""
+    return [
+        family
+        for family in _FAMILIES.values()
+        if family.allows(stages_per_rank) and family.default_stages_per_rank <= stages_per_rank
+    ]
+
+
 def is_schedule_file(name: str | PathLike[str]) -> bool:
     """Whether ``name`` is the path of a CSV file, not the name of a family."""
     return str(name).endswith(".csv")

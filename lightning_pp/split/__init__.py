@@ -9,25 +9,3 @@ This layer knows torch but not torch.distributed. In the order of use:
 * :mod:`.data` cuts a batch, :mod:`.fakes` stand for what a stage does not own, :mod:`.side_effects` are carried along;
 * :mod:`.reductions` makes the loss that of the whole batch, :mod:`.comparison` checks it.
 """
-
-from __future__ import annotations
-
-from lightning_pp.split.cut.partition import partition_units
-from lightning_pp.split.data.microbatch import BatchPart, Microbatch, batch_size_of, split_batch
-from lightning_pp.split.dry_run.run import dry_run
-from lightning_pp.split.record.plan import StepPlan, build_plan
-from lightning_pp.split.record.step_record import StepRecord
-from lightning_pp.split.unit_calls.units import discover_units
-
-__all__ = [
-    "BatchPart",
-    "Microbatch",
-    "StepPlan",
-    "StepRecord",
-    "batch_size_of",
-    "build_plan",
-    "discover_units",
-    "dry_run",
-    "partition_units",
-    "split_batch",
-]

@@ -17,7 +17,7 @@ from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Schedule, StageCosts
-from lightning_pp.sharding import CollectiveTimes
+from lightning_pp.sharding.units.collective_times import CollectiveTimes
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.strategy.autotune.compiled_backward import compiled_units, tell_of_compiled

@@ -12,7 +12,8 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.sharding import forget_shards, update_as_stage
+from lightning_pp.sharding.shard_updates import forget_shards
+from lightning_pp.sharding.stage_updates import update_as_stage
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.strategy._lightning_private import (
     leave_samplers_alone,

@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-import lightning_pp.checkpoint as stored
 from lightning_pp.checkpoint.storage.folder import checkpoint_at
 from lightning_pp.checkpoint.storage.location import is_folder
 from lightning_pp.collector import collector_paused
@@ -286,7 +285,9 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         if not self.is_plain:
             return self._checkpoints.open(checkpoint_path, weights_only)
         if is_folder(location := checkpoint_at(checkpoint_path)):
-            return stored.read_alone(location, weights_only)
+            from lightning_pp.checkpoint.reading.open import read_alone
+
+            return read_alone(location, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     @with_stages

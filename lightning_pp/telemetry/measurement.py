@@ -15,10 +15,10 @@ from torch import Tensor
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Placement, Schedule
-from lightning_pp.sharding import CollectiveSums, CollectiveTimes
+from lightning_pp.sharding.units.collective_times import CollectiveSums, CollectiveTimes
 from lightning_pp.split.cut.partition import Partition
 from lightning_pp.telemetry.diagnosis.evidence import PlanFacts
-from lightning_pp.telemetry.gathering import gather, gather_timeline
+from lightning_pp.telemetry.gathering import gather
 from lightning_pp.telemetry.memory import read_memory_gib, read_peak_memory_gib
 from lightning_pp.telemetry.reading import RankReading, StepPrediction
 from lightning_pp.telemetry.report import Measurements, PipelineReport, StageInfo, StageReport
@@ -294,9 +294,9 @@ class FitMeasurement:
             return None
         schedule, timer = self._pictured
         groups = self._pipeline.groups
-        return gather_timeline(
-            schedule, timer, groups.pipeline, self._pipeline.rank, has_replicas=groups.num_replicas > 1
-        )
+        beside = timer.sharding_times() if groups.num_replicas > 1 else []  # gathers and reductions over replicas
+        ranks = gather((timer.times(), beside), groups.pipeline, self._pipeline.rank)
+        return None if ranks is None else Timeline.aligned(schedule, *(list(each) for each in zip(*ranks, strict=True)))
 
     def _mean_losses(self) -> tuple[float | None, float | None]:
         """The first and the last loss; on pipeline rank 0, where they are reported, means over the replicas."""

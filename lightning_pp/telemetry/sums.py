@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import ActionKind
-from lightning_pp.sharding import CollectiveSums
+from lightning_pp.sharding.units.collective_times import CollectiveSums
 
 
 @dataclass(frozen=True)

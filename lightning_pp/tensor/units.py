@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pp.errors import SplitError
+from lightning_pp.errors import SplitError, enumerate_names
 from lightning_pp.split._torch_private import parameters_of
 from lightning_pp.split.data.tree import leaves_of, map_leaves
 from lightning_pp.split.fakes.parameters import has_data
@@ -185,8 +185,7 @@ class TensorParallelUnits:
         counted = [self.counted()] if counted is None else counted
         whole = {name: num for _, own in counted for name, num in own.items()}
         total = sum(num for num, _ in counted)
-        names = sorted(whole, key=lambda each: -whole[each])
-        listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        listed = enumerate_names(sorted(whole, key=lambda each: -whole[each]), 8)
         share = sum(whole.values()) / total if total else 0.0
         line = f"Tensor parallelism leaves {share:.1%} of the parameters whole on all {self._group.size()} ranks"
         return ". ".join([f"{line}: {listed}" if listed else line, *self._notes]) + "."

@@ -15,8 +15,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_pp.checkpoint import read_alone
 from lightning_pp.checkpoint.content import MODEL, OPTIMIZERS
+from lightning_pp.checkpoint.reading.open import read_alone
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.strategy import PipelineParallelStrategy
 

@@ -18,14 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pp.checkpoint import (
-    ParameterCatalog,
-    RankPart,
-    gather_full_optimizer_state,
-    gather_full_state,
-    open_checkpoint,
-    prepare_save,
-)
+from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
+from lightning_pp.checkpoint.ownership.rank_part import RankPart
+from lightning_pp.checkpoint.reading.open import open_checkpoint
+from lightning_pp.checkpoint.writing.sharded import prepare_save
+from lightning_pp.checkpoint.writing.single_file import gather_full_optimizer_state, gather_full_state
 
 WIDTH = 5  # odd, so that shards over two ranks are uneven
 VOCABULARY = 11

@@ -20,15 +20,12 @@ from pool import fork_context
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_pp.checkpoint import (
-    BackgroundSaver,
-    ParameterCatalog,
-    RankPart,
-    make_stager,
-    open_checkpoint,
-    prepare_save,
-)
+from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
+from lightning_pp.checkpoint.ownership.rank_part import RankPart
+from lightning_pp.checkpoint.reading.open import open_checkpoint
 from lightning_pp.checkpoint.storage.folder import staging_path
+from lightning_pp.checkpoint.writing.background import BackgroundSaver
+from lightning_pp.checkpoint.writing.sharded import make_stager, prepare_save
 from lightning_pp.errors import CheckpointError
 
 NUM_RANKS = 2

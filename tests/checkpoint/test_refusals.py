@@ -23,7 +23,7 @@ from pipeline_parts import (
 )
 from pool import WorkerPool
 
-from lightning_pp.checkpoint import ParameterCatalog
+from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
 from lightning_pp.checkpoint.storage.folder import is_sharded_checkpoint
 from lightning_pp.errors import CheckpointError
 

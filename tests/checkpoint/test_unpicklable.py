@@ -14,7 +14,7 @@ from small_models import Stack
 from torch.utils.data import DataLoader
 from trained_parts import largest_difference, loader, make_trainer, together, weights
 
-from lightning_pp.checkpoint import read_alone
+from lightning_pp.checkpoint.reading.open import read_alone
 
 BOTH = pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "single_file"])
 BEGINS_AGAIN = "A training that is resumed within an epoch begins its data again."

@@ -13,7 +13,7 @@ from command import TINY_RUN, run_forked
 from pool import torchrun_environ
 from torch.distributed import TCPStore
 
-from lightning_pp.checkpoint import read_alone
+from lightning_pp.checkpoint.reading.open import read_alone
 from lightning_pp.cli.problems import UserError
 from lightning_pp.cli.resume import remember_folder, with_what_it_resumes
 

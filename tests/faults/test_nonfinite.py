@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_pp import PipelineParallelStrategy
-from lightning_pp.checkpoint import read_alone
+from lightning_pp.checkpoint.reading.open import read_alone
 
 WIDTH, BATCH, NUM_BATCHES = 8, 4, 6
 BAD = 3  # the number of the batch; the first two are run several times, to be checked

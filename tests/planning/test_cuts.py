@@ -17,10 +17,11 @@ from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
-from lightning_pp.split import StepRecord, discover_units
 from lightning_pp.split.cut.moved_cuts import moved_partitions
 from lightning_pp.split.cut.partition import Partition
 from lightning_pp.split.cut.unit_costs import UnitCost, stage_costs
+from lightning_pp.split.record.step_record import StepRecord
+from lightning_pp.split.unit_calls.units import discover_units
 
 NUM_BLOCKS = 9
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightning_pp.sharding import ShardedUnits
+from lightning_pp.sharding.fsdp import ShardedUnits
 
 
 class SmallModel(nn.Module):

@@ -12,7 +12,9 @@ from pool import WorkerPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_pp.sharding import CollectiveClock, ReplicatedUnits, ShardedUnits
+from lightning_pp.sharding.fsdp import ShardedUnits
+from lightning_pp.sharding.replicated_units import ReplicatedUnits
+from lightning_pp.sharding.units.collective_times import CollectiveClock
 
 LATE_MS = 100.0
 

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_pp.checkpoint.ownership.rank_part import shard_like
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.sharding import ShardedUnits
 from lightning_pp.sharding._torch_private import dtensor_of
+from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.units.flat import gradient_like
 
 TOLERANCE = 1e-12

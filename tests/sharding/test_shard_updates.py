@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from lightning_pp.sharding import end_update, forget_shards, update_shards
+from lightning_pp.sharding.shard_updates import end_update, forget_shards, update_shards
 
 ELEMENTWISE: dict[str, dict[str, Any]] = {
     "ASGD": {"lambd": 0.1},

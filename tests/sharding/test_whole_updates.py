@@ -18,7 +18,8 @@ from whole_optimizers import Derived, GlobalScale, Lookahead, Normalized, Precon
 
 from lightning_pp import CombinedOptimizer
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.sharding import end_update, update_as_stage, update_shards
+from lightning_pp.sharding.shard_updates import end_update, update_shards
+from lightning_pp.sharding.stage_updates import update_as_stage
 
 
 def matrices(model: SmallModel) -> list[Any]:

@@ -24,12 +24,12 @@ from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.runtime.stage import StageRunner
 from lightning_pp.runtime.stage_forward import InFlight
-from lightning_pp.split import StepRecord, discover_units, dry_run
 from lightning_pp.split.data.tree import own_copy, tensors_of
-from lightning_pp.split.dry_run.run import DryRun
+from lightning_pp.split.dry_run.run import DryRun, dry_run
 from lightning_pp.split.fakes.parameters import FakeParameters, has_data, is_fake
 from lightning_pp.split.record.plan import StagePlan, StepPlan, build_plan
-from lightning_pp.split.record.step_record import Value
+from lightning_pp.split.record.step_record import StepRecord, Value
+from lightning_pp.split.unit_calls.units import discover_units
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_pp.sharding import update_shards
+from lightning_pp.sharding.shard_updates import update_shards
 
 NUM_PARAMETERS, SIZE, STEPS, RUNS = 500, 64, 15, 9
 WAYS: dict[str, dict[str, Any]] = {

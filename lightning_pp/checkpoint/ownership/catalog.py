@@ -88,8 +88,3 @@ class ParameterCatalog:
     def saver(self, name: str) -> int:
         """The pipeline rank that saves ``name``, so that nothing is saved twice."""
         return self.owners[self.canonical_name(name)][0]
-
-
-def enumerate_names(names: Sequence[str]) -> str:
-    """The first ten names, and how many more there are."""
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

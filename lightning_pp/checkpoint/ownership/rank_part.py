@@ -14,9 +14,9 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_pp.checkpoint._torch_private import tree_map_only
-from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog, enumerate_names
+from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
 from lightning_pp.checkpoint.ownership.cuts import NO_CUTS, Cuts, blocks_of
-from lightning_pp.errors import CheckpointError
+from lightning_pp.errors import CheckpointError, enumerate_names
 from lightning_pp.sharding._torch_private import dtensor_of
 from lightning_pp.tensor import TensorPart, part_of
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from lightning_pp.checkpoint.ownership.catalog import OptimizerGroups, ParameterCatalog, enumerate_names
+from lightning_pp.checkpoint.ownership.catalog import OptimizerGroups, ParameterCatalog
 from lightning_pp.checkpoint.storage.location import Location
-from lightning_pp.errors import CheckpointError
+from lightning_pp.errors import CheckpointError, enumerate_names
 
 
 def check_model(

@@ -13,11 +13,10 @@ from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 from torch.nn import Module
 
-from lightning_pp.checkpoint.ownership.catalog import enumerate_names
 from lightning_pp.checkpoint.storage.location import Location
 from lightning_pp.cli.problems import UserError
 from lightning_pp.conf.targets import build
-from lightning_pp.errors import CheckpointError, ConfigurationError
+from lightning_pp.errors import CheckpointError, ConfigurationError, enumerate_names
 from lightning_pp.split.record.source_lines import innermost_user_line
 
 

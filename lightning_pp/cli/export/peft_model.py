@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from lightning_pp.checkpoint.export import Weights
-from lightning_pp.checkpoint.ownership.catalog import enumerate_names
 from lightning_pp.checkpoint.reading.stored_tensor import in_memory
 from lightning_pp.checkpoint.storage.location import Location
 from lightning_pp.cli.export.module import check_fit
-from lightning_pp.errors import CheckpointError, ConfigurationError
+from lightning_pp.errors import CheckpointError, ConfigurationError, enumerate_names
 
 _PEFT_PREFIX = "base_model.model."  # of names in a PeftModel, and in the file of every adapter
 

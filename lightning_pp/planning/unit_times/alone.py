@@ -6,9 +6,9 @@ it is fake. So a model that does not fit into memory can be measured.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from lightning_pp.planning.unit_times.distinct import Group, calls_of
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.split_backward.deferral import weight_gradients_deferrable
 from lightning_pp.runtime.stage import StageRunner
+from lightning_pp.runtime.timing import moment, ms_between
 from lightning_pp.split.cut.partition import inseparable_groups
 from lightning_pp.split.cut.unit_costs import UnitCost
 from lightning_pp.split.record.plan import StepPlan, build_plan
@@ -29,33 +30,6 @@ from lightning_pp.split.side_effects.module_state import preserved_state
 from lightning_pp.split.unit_calls.interception import CallHandler, UnitCalls
 
 _SPREAD = 0.02  # of random parameters: of the size that initialisers give
-
-
-class Clock:
-    """Takes times on a device: by events in its stream, or by the host's clock.
-
-    Args:
-        device: The device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_cuda = device.type == "cuda"
-
-    def mark(self) -> Any:
-        """A moment: when the device comes to it."""
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def ms(self, first: Any, second: Any) -> float:
-        """Milliseconds from one moment to another; waits for the device."""
-        if not self._is_cuda:
-            return 1e3 * float(second - first)
-        second.synchronize()
-        return float(first.elapsed_time(second))
 
 
 class UnitsAlone:
@@ -82,7 +56,6 @@ class UnitsAlone:
         self._group = group
         self._step = step
         self._device = device
-        self._clock = Clock(device)
         self._plan, self._stage = _plan_around(recording, group)
         self._calls = UnitCalls(recording.units)
         self._runner = StageRunner(self._stage, recording.units, self._calls, recording.recomputation)
@@ -106,9 +79,9 @@ class UnitsAlone:
 
     def run(self) -> UnitCost:
         """Milliseconds of F, I and W of one microbatch."""
-        plan, clock = self._plan, self._clock
+        plan, now = self._plan, partial(moment, self._device)
         received = [(edge.value, self._made_up(edge.spec)) for edge in plan.stages[self._stage].receives]
-        marks = [clock.mark()]
+        marks = [now()]
         in_flight, output = self._runner.forward(
             plan,
             lambda: self._step(UnrecordedRun(copies_batch=plan.record.edits_batch)),
@@ -118,21 +91,21 @@ class UnitsAlone:
             splits_backward=True,
             watch=lambda handler: self._marking(handler, marks),
         )
-        marks.append(clock.mark())
+        marks.append(now())
         forward = [index for index in range(len(marks) - 1) if index in self._owned]
         if self._group.is_last:
             forward.append(len(marks) - 2)
             in_flight.loss = _loss_of(output)
         gradients = self._gradients(in_flight.outputs)
         in_flight.outputs.clear()
-        started = clock.mark()
+        started = now()
         self._runner.backward(plan, in_flight, gradients, 1.0, split=True)
         in_flight.end_backward()
-        middle = clock.mark()
+        middle = now()
         in_flight.run_weight_gradients()
-        ended = clock.mark()
-        times = [clock.ms(marks[index], marks[index + 1]) for index in dict.fromkeys(forward)]
-        return UnitCost(sum(times), clock.ms(started, middle), clock.ms(middle, ended))
+        ended = now()
+        times = [ms_between(marks[index], marks[index + 1]) for index in dict.fromkeys(forward)]
+        return UnitCost(sum(times), ms_between(started, middle), ms_between(middle, ended))
 
     def _marking(self, handler: CallHandler, marks: list[Any]) -> CallHandler:
         """``handler`` with a mark after each call that the step was recorded with."""
@@ -143,7 +116,7 @@ class UnitsAlone:
                 return handler(unit, original, args, kwargs)
             finally:
                 if unit != head:
-                    marks.append(self._clock.mark())
+                    marks.append(moment(self._device))
 
         return marked
 

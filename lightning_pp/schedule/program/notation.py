@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +67,12 @@ class CsvTable:
                 rank_of_stage.setdefault(action.stage, rank)
         missing = next((stage for stage in range(self.num_stages) if stage not in rank_of_stage), None)
         if missing is not None:
-            rank, column = self._first_cell(lambda action: action.stage > missing)
+            rank, column = next(
+                (rank, column)
+                for rank, (program, columns) in enumerate(zip(self.programs, self.columns, strict=True))
+                for action, column in zip(program, columns, strict=True)
+                if action.stage > missing
+            )
             raise ScheduleError(
                 f"{self.path}, rank {rank}, cell {column}: no row has actions of stage {missing}, but the highest "
                 f"stage is {self.num_stages - 1}. Number stages from 0 without "
@@ -109,29 +114,8 @@ class CsvTable:
             )
             if wanted is not None and found != wanted
         ]
-        if not wrong:
-            return
-        if num_ranks is not None and len(self.programs) > num_ranks:
-            rank, column = num_ranks, 0
-        else:
-            rank, column = self._first_cell(
-                lambda action: (
-                    (num_stages is not None and action.stage >= num_stages)
-                    or (num_microbatches is not None and (action.microbatch or 0) >= num_microbatches)
-                )
-            )
-        raise ScheduleError(
-            f"{self.path} does not fit: {'; '.join(wrong)}; rank {rank}, cell {column}:\n"
-            f"{picture(self.cells, rank, column)}"
-        )
-
-    def _first_cell(self, is_wrong: Callable[[Action], bool]) -> tuple[int, int]:
-        """Row and column of the first cell with such an action; if there is none, the file is too short: its end."""
-        for rank, (program, columns) in enumerate(zip(self.programs, self.columns, strict=True)):
-            for action, column in zip(program, columns, strict=True):
-                if is_wrong(action):
-                    return rank, column
-        return len(self.cells) - 1, len(self.cells[-1])
+        if wrong:
+            raise ScheduleError(f"{self.path} does not fit: {'; '.join(wrong)}")
 
 
 def read_csv(path: Path) -> CsvTable:

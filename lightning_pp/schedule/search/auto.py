@@ -19,7 +19,7 @@ from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule.merging import merge_where_nobody_waits
 from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.program.whole_batch import HELPS_WHOLE_BATCH
-from lightning_pp.schedule.registry import Family, ScheduleRequest, available_schedules, register, schedule_family
+from lightning_pp.schedule.registry import Family, ScheduleRequest, families_allowing, register
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.search.deadline import Deadline
 from lightning_pp.schedule.search.greedy import Policy, build_greedy
@@ -199,11 +199,8 @@ def _check_limit(request: ScheduleRequest, placements: list[Placement]) -> None:
 
 def _hand_made(request: ScheduleRequest) -> Iterator[Schedule]:
     """Every schedule of another family that fits the stages, the placement if it is given, and the limit."""
-    for name in available_schedules():
-        family = schedule_family(name)
-        # The interleaved families with one stage a rank are 1f1b and zb_h1 again.
-        repeats = family.default_stages_per_rank > request.stages_per_rank
-        if family.build is build_auto or repeats or not family.allows(request.stages_per_rank):
+    for family in families_allowing(request.stages_per_rank):
+        if family.build is build_auto:
             continue
         schedule = family.build(request)
         if request.whole_batch_loss:

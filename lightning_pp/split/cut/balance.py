@@ -93,6 +93,11 @@ class CutProblem:
         """The most bytes that ``rank`` may hold."""
         return float("inf") if self.limits is None else self.limits[rank]
 
+    def may_have(self, stage: int, start: int, stop: int) -> bool:
+        """Whether ``stage`` with these blocks holds no more than its rank may."""
+        limit = self.limit(self.placement.rank_of_stage[stage])
+        return self.bytes(stage, start, stop) <= limit * (1 + _ROUNDING)
+
     def bytes_of_ranks(self, starts: Sequence[int]) -> list[float]:
         """What each rank holds at most."""
         totals = [0.0] * self.placement.num_ranks
@@ -160,14 +165,14 @@ def even_starts(problem: CutProblem) -> list[int] | None:
     def squared(stage: int, start: int, stop: int) -> float:
         return problem.time(stage, start, stop) ** 2
 
-    starts = _cheapest(problem.num_blocks, problem.placement.num_stages, squared, operator.add)
+    starts = _cheapest(problem, squared, operator.add)
     return starts if starts is not None and problem.fits(starts) else None
 
 
 def _roomiest(problem: CutProblem) -> list[int]:
     """The cut whose fullest rank holds least."""
     count, num_stages = problem.num_blocks, problem.placement.num_stages
-    best = _cheapest(count, num_stages, problem.bytes)
+    best = _cheapest(problem, problem.bytes, max)
     assert best is not None
 
     def held(starts: list[int]) -> float:
@@ -182,38 +187,42 @@ def _roomiest(problem: CutProblem) -> list[int]:
 
 
 def _least_slowest_stage(problem: CutProblem) -> list[int] | None:
-    def cost(stage: int, start: int, stop: int) -> float:
-        rank = problem.placement.rank_of_stage[stage]
-        if problem.bytes(stage, start, stop) > problem.limit(rank) * (1 + _ROUNDING):
-            return float("inf")
-        return problem.time(stage, start, stop)
+    def cost(stage: int, start: int, stop: int) -> float | None:
+        return problem.time(stage, start, stop) if problem.may_have(stage, start, stop) else None
 
-    return _cheapest(problem.num_blocks, problem.placement.num_stages, cost)
+    return _cheapest(problem, cost, max)
 
 
 def _cheapest(
-    count: int, num_stages: int, cost: Callable[[int, int, int], float], joined: Callable[[float, float], float] = max
+    problem: CutProblem,
+    cost: Callable[[int, int, int], float | None],
+    joined: Callable[[float, float], float],
+    crossing: Sequence[float] | None = None,
 ) -> list[int] | None:
-    """Cuts with the least ``cost(stage, start, stop)`` of all stages, by dynamic programming; None if it is infinite.
+    """Cuts with the least cost of all stages, by dynamic programming; None if there are none.
 
     Args:
-        count: Blocks.
-        num_stages: Stages.
-        cost: Of a stage with the blocks from ``start`` to ``stop``; it grows with their number, and is not negative.
+        problem: The row of blocks.
+        cost: Of ``(stage, start, stop)``: a stage with the blocks from ``start`` to ``stop``. It grows with their
+            number, and is not negative. None: the stage may not have so many.
         joined: The cost of a stage and those after it: the largest, or the sum.
+        crossing: If given, cuts have the least sum of these numbers first: for each block, of a cut before it.
     """
-    infinite = float("inf")
+    count, num_stages = problem.num_blocks, problem.placement.num_stages
+    before = [*(crossing or [0.0] * count), 0.0]
+    infinite = (float("inf"), float("inf"))
     best = [[infinite] * (count + 1) for _ in range(num_stages + 1)]  # best[s][i]: stages s.. take blocks i..
     choice = [[0] * (count + 1) for _ in range(num_stages)]
-    best[num_stages][count] = 0.0
+    best[num_stages][count] = (0.0, 0.0)
     for stage in range(num_stages - 1, -1, -1):
         left = num_stages - stage - 1
         for start in range(stage, count - left):
             for stop in range(start + 1, count - left + 1):
                 own = cost(stage, start, stop)
-                if own >= best[stage][start]:
+                if own is None or (crossing is None and own >= best[stage][start][1]):
                     break  # costs grow with the number of blocks
-                total = joined(own, best[stage + 1][stop])
+                behind = best[stage + 1][stop]
+                total = (before[stop] + behind[0], joined(own, behind[1]))
                 if total < best[stage][start]:
                     best[stage][start], choice[stage][start] = total, stop
     if best[0][0] == infinite:
@@ -228,29 +237,13 @@ def _fewest_bytes(problem: CutProblem, starts: list[int] | None) -> list[int] | 
     """Among cuts of one stage a rank that are hardly slower than ``starts``, the one with the fewest bytes crossing."""
     if starts is None:
         return None
-    count, num_stages = problem.num_blocks, problem.placement.num_stages
     allowed = problem.objective(starts).rank_time * (1 + TIME_SLACK)
-    infinite = (float("inf"), 0.0)
-    best = [[infinite] * (count + 1) for _ in range(num_stages + 1)]  # bytes crossing, then the sum of squared times
-    choice = [[0] * (count + 1) for _ in range(num_stages)]
-    best[num_stages][count] = (0.0, 0.0)
-    for stage in range(num_stages - 1, -1, -1):
-        left = num_stages - stage - 1
-        limit = problem.limit(problem.placement.rank_of_stage[stage]) * (1 + _ROUNDING)
-        for start in range(stage, count - left):
-            for stop in range(start + 1, count - left + 1):
-                time = problem.time(stage, start, stop)
-                if time > allowed or problem.bytes(stage, start, stop) > limit:
-                    break
-                behind = best[stage + 1][stop]
-                crossing = problem.crossing[stop] if stop < count else 0.0
-                total = (behind[0] + crossing, behind[1] + time * time)
-                if total < best[stage][start]:
-                    best[stage][start], choice[stage][start] = total, stop
-    found = [0]
-    for stage in range(num_stages - 1):
-        found.append(choice[stage][found[-1]])
-    return found
+
+    def squared(stage: int, start: int, stop: int) -> float | None:
+        time = problem.time(stage, start, stop)
+        return time * time if time <= allowed and problem.may_have(stage, start, stop) else None
+
+    return _cheapest(problem, squared, operator.add, problem.crossing)
 
 
 def _balanced_v(problem: CutProblem) -> list[int] | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_pp.errors import BatchError, ConfigurationError
+from lightning_pp.errors import BatchError, ConfigurationError, enumerate_names
 from lightning_pp.split.data.tree import children_of, entries_of, is_object, leaves_of, map_children, path_of
 
 BatchDim = Mapping[str, int] | None
@@ -118,7 +118,7 @@ def described(lengths: dict[str, int]) -> str:
     places = [f"{place} {'has ' if not index else ''}{size}" for index, (place, size) in enumerate(lengths.items())]
     if places:
         places[0] += " rows"
-    return ", ".join(places[:6]) + (f" and {len(places) - 6} more" if len(places) > 6 else "")
+    return enumerate_names(places, 6)
 
 
 def batch_size_of(batch: Any, batch_dim: BatchDim = None) -> int | None:

@@ -22,9 +22,14 @@ def user_line() -> str:
     while frame is not None:
         filename = frame.f_code.co_filename
         if not filename.startswith(SKIPPED) and not filename.endswith("/contextlib.py"):
-            return f"{filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return line_text(frame)
         frame = frame.f_back
     return UNKNOWN_LINE
+
+
+def line_text(frame: FrameType, line: int | None = None) -> str:
+    """``file:line in function``, with the running line if none is given."""
+    return f"{frame.f_code.co_filename}:{line or frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def innermost_user_line(error: BaseException) -> str:

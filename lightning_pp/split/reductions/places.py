@@ -44,11 +44,6 @@ class Places:
         return Place(site, occurrence), frame
 
 
-def line_of(frame: FrameType) -> str:
-    """``file:line in function``."""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
 def _position(frame: FrameType) -> tuple[int | None, ...]:
     """Not ``f_lasti``: once the interpreter has specialised a call, another of its instructions makes it."""
     return _positions_of(frame.f_code)[frame.f_lasti // 2] if sys.version_info >= (3, 11) else (frame.f_lineno,)

@@ -12,8 +12,9 @@ from torch import Tensor
 from lightning_pp.split._torch_private import is_functorch_wrapped
 from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.record.reduction import Kind, Place, Reduction
+from lightning_pp.split.record.source_lines import line_text
 from lightning_pp.split.reductions.functions import LossCall, kind_of
-from lightning_pp.split.reductions.places import Places, line_of
+from lightning_pp.split.reductions.places import Places
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
 
 _NOTED = (
@@ -121,7 +122,7 @@ class ReductionRecorder(OutsideUnits):
         reduction = Reduction(
             place,
             kind,
-            line_of(frame),
+            line_text(frame),
             is_mean,
             is_countable,
             is_counted,

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from lightning_pp.errors import SplitError
 from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.record.reduction import Kind, Place
-from lightning_pp.split.record.source_lines import user_line
+from lightning_pp.split.record.source_lines import line_text, user_line
 from lightning_pp.split.reductions.estimates import follow
 from lightning_pp.split.reductions.facts import Fact, Facts
 from lightning_pp.split.reductions.functions import GREATEST, REVERSED, SCATTERS, LossCall, kind_of
-from lightning_pp.split.reductions.places import Places, line_of
+from lightning_pp.split.reductions.places import Places
 from lightning_pp.split.reductions.recording import INTEGERS, grown, is_number, shapes_of, tensors_given
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
 
@@ -159,7 +159,7 @@ class ScaledStep(OutsideUnits):
             result = func(*self._all_normal(args), **self._all_normal(kwargs))
             loss = LossCall(func, args, kwargs) if kind is Kind.LOSS else None
             if loss is None or not loss.is_mean or loss.is_counted_by_target:
-                self._check_known(kind, line_of(frame), result)
+                self._check_known(kind, line_text(frame), result)
             return result
         result = _HANDLERS[kind](self, place, fact, func, args, kwargs)
         shapes = tuple(tuple(each.shape) for each in tensors_given(args, kwargs))

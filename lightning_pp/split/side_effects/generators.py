@@ -117,15 +117,24 @@ def put_back_python(of_python: Any, of_numpy: Any) -> None:
         ) from error
 
 
-def putting_back(value: Any) -> Callable[[], None] | None:
-    """What sets ``value``, a generator of torch, Python or NumPy, to where it stands now; None for anything else."""
+def state_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """How to ask for, and to set, the state of a generator of torch, Python or NumPy; None for anything else."""
     if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())  # type: ignore[return-value]
+        return value.get_state, value.set_state
     if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
-    if type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+        return value.getstate, value.setstate
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return value.get_state, value.set_state
     return None
+
+
+def restorer(value: Any) -> Callable[[], object] | None:
+    """What sets ``value``, a generator, to where it stands now; None for anything else."""
+    access = state_access(value)
+    return None if access is None else partial(access[1], access[0]())
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from lightning_pp.split._torch_private import (
     forward_pre_hooks_of,
 )
 from lightning_pp.split.side_effects.containers import ABSENT
-from lightning_pp.split.side_effects.generators import putting_back
+from lightning_pp.split.side_effects.generators import restorer
 from lightning_pp.split.side_effects.reach import ClassAttributes, Reached, class_containers, reached_from
 
 Changes = Callable[[], list[tuple[str, str, Any]]]
@@ -48,13 +48,13 @@ def preserved_state(module: nn.Module) -> AbstractContextManager[Changes]:
 @contextmanager
 def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
     saved = []
-    generators: list[Callable[[], None] | None] = []
+    generators: list[Callable[[], object] | None] = []
     kinds = {type(child) for _, child in modules}
     classes, of_classes = ClassAttributes(kinds), {kind: class_containers(kind) for kind in kinds}
     for name, child in modules:
         attributes = child.__dict__
         own = {key: value for key, value in attributes.items() if type(value) not in _PLAIN and key not in _SKIPPED}
-        generators += map(putting_back, own.values())
+        generators += map(restorer, own.values())
         contents = {key: held for key, value in own.items() if (held := _held_by(key, value))}
         of_class = {
             key: reached_from(value, key) for key, value in of_classes[type(child)].items() if key not in attributes

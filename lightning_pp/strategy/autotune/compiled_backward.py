@@ -8,10 +8,9 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.errors import enumerate_names
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.runtime.compilation import NOTHING_TO_COMPILE, CompiledUnits, is_one_operation
-
-_MOST_NAMES = 8
 
 
 def tell_of_compiled(groups: ControlGroups, units: CompiledUnits, *, splits_backward: bool) -> None:
@@ -28,8 +27,8 @@ def tell_of_compiled(groups: ControlGroups, units: CompiledUnits, *, splits_back
         rank_zero_info(_text(names))
     if uncompiled := {name: reason for _, reasons in parts for name, reason in reasons.items()}:
         rank_zero_info(
-            f"compile: {len(uncompiled)} units with parts of matrices run uncompiled: {_listed(list(uncompiled))}. "
-            f"The reason for the first: {next(iter(uncompiled.values()))}"
+            f"compile: {len(uncompiled)} units with parts of matrices run uncompiled: "
+            f"{enumerate_names(list(uncompiled), 8)}. The reason for the first: {next(iter(uncompiled.values()))}"
         )
 
 
@@ -42,13 +41,10 @@ def compiled_units(split: SplitModel, rank: int, options: Mapping[str, Any] | No
     return CompiledUnits(split.units_of(rank), options)
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
-
-
 def _text(names: list[str]) -> str:
     return (
-        f"compile: the gradients of {len(names)} weights are computed in I and cannot fill bubbles: {_listed(names)}. "
-        "A weight's gradient can wait for W if a matrix product or a convolution uses the weight as it is. That must "
-        "be outside checkpointed code of the unit, and compile= must compile the unit, not your own code."
+        f"compile: the gradients of {len(names)} weights are computed in I and cannot fill bubbles: "
+        f"{enumerate_names(names, 8)}. A weight's gradient can wait for W if a matrix product or a convolution uses "
+        "the weight as it is. That must be outside checkpointed code of the unit, and compile= must compile the unit, "
+        "not your own code."
     )

@@ -13,8 +13,8 @@ from lightning_pp.errors import ScheduleError
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.schedule import ActionKind, Placement, Schedule, StageCosts, available_schedules, build_schedule
-from lightning_pp.schedule.registry import schedule_family
+from lightning_pp.schedule import ActionKind, Placement, Schedule, StageCosts, build_schedule
+from lightning_pp.schedule.registry import families_allowing
 from lightning_pp.schedule.simulation.costs_file import GIB
 from lightning_pp.strategy.autotune.measured_costs import Measured
 
@@ -63,11 +63,10 @@ def compared_schedules(
 ) -> Iterator[tuple[str, Schedule | ScheduleError]]:
     """Every schedule that is made by hand on this placement, or why it cannot be used."""
     stages_per_rank = placement.num_stages // placement.num_ranks
-    for name in available_schedules():
-        family = schedule_family(name)
-        is_repeat = family.default_stages_per_rank > stages_per_rank  # interleaved_1f1b of one stage is 1f1b
-        if family.is_search or is_repeat or not family.allows(stages_per_rank):
+    for family in families_allowing(stages_per_rank):
+        if family.is_search:
             continue
+        name = family.name
         sizes: dict[str, Any] = {
             "num_ranks": placement.num_ranks,
             "num_microbatches": num_microbatches,

@@ -24,6 +24,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_pp.errors import enumerate_names
 from lightning_pp.split.comparison.consistency import Culprit, is_close
 from lightning_pp.split.data.tree import leaves_of
 from lightning_pp.strategy.batch.scaling import PER_MICROBATCH
@@ -245,7 +246,7 @@ def text_about(difference: Difference, found: Found, sizes: Sequence[int], line:
     if found.auxiliary:
         return f"{told} {found.text_about_auxiliary} {PER_MICROBATCH} {_TURN_OFF}"
     if moved:
-        names = ", ".join(map(repr, moved[:3])) + (f" and {len(moved) - 3} more" if len(moved) > 3 else "")
+        names = enumerate_names(list(map(repr, moved)), 3)
         reason = (
             f"The step writes into {'buffers' if len(moved) > 1 else 'a buffer'} of the module ({names}). A pipeline "
             "does so in every microbatch, and the next microbatch reads what was written. One device does so once for "
@@ -292,12 +293,11 @@ def _reason(difference: Difference, culprit: Culprit | None) -> str:
 
 def tell_of_batch_norm(module: pl.LightningModule, num_samples: int) -> None:
     """Says once which layers normalise over microbatches."""
-    names = [name for name, child in module.named_modules() if isinstance(child, _BATCH_NORMS) and child.training]
+    names = [repr(name) for name, child in module.named_modules() if isinstance(child, _BATCH_NORMS) and child.training]
     if names:
-        listed = ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         rank_zero_warn(
             f"BatchNorm normalises over microbatches of {num_samples} samples, not over the batch, as under gradient "
-            f"accumulation: {listed}. The loss curve is not quite that of one device. "
+            f"accumulation: {enumerate_names(names, 3)}. The loss curve is not quite that of one device. "
             "GroupNorm, or num_microbatches=1, is exact."
         )
 

@@ -21,7 +21,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-import lightning_pp.checkpoint as stored
 from lightning_pp.checkpoint.content import MODEL, OPTIMIZERS
 from lightning_pp.checkpoint.ownership.added_groups import with_added_groups
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
@@ -38,7 +37,9 @@ from lightning_pp.strategy.checkpoints.run_state import own_run_state, restore_r
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import DefaultStager
 
-    from lightning_pp.checkpoint import BackgroundSaver, OpenedCheckpoint, RankPart
+    from lightning_pp.checkpoint.ownership.rank_part import RankPart
+    from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
+    from lightning_pp.checkpoint.writing.background import BackgroundSaver
     from lightning_pp.strategy.engine import PipelineEngine
 
 _log = logging.getLogger(__name__)
@@ -94,8 +95,11 @@ class Checkpoints:
         data, self._early_data = self._early_data or DataPosition(trainer), None
         self._run = _Run(engine, part, checkpoint_io, data)
         if self._in_background and self._background is None:
-            self._background = stored.BackgroundSaver(group_of_hosts(self._timeout))
-            self._stager = stored.make_stager()
+            from lightning_pp.checkpoint.writing.background import BackgroundSaver
+            from lightning_pp.checkpoint.writing.sharded import make_stager
+
+            self._background = BackgroundSaver(group_of_hosts(self._timeout))
+            self._stager = make_stager()
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 self._follow(callback, trainer)
@@ -140,21 +144,25 @@ class Checkpoints:
         Args:
             replaced: Values of this rank that stand in the place of the module's own, such as averaged weights.
         """
+        from lightning_pp.checkpoint.writing.single_file import gather_full_state
+
         if self._is_interrupted():
             return {}
         part = self._attached.part
         own = {**part.local_state_dict(), **(replaced or {})}
-        return own if self.is_sharded else stored.gather_full_state(part, own)
+        return own if self.is_sharded else gather_full_state(part, own)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state as one device would have it, on rank 0; nothing for a sharded checkpoint.
 
         A sharded checkpoint collects the state when it is written, without a copy of it all.
         """
+        from lightning_pp.checkpoint.writing.single_file import gather_full_optimizer_state
+
         if self._is_interrupted() or self.is_sharded or isinstance(optimizer, NoOptimizer):
             return {}
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return stored.gather_full_optimizer_state(with_added_groups(self._attached.part), inner)
+        return gather_full_optimizer_state(with_added_groups(self._attached.part), inner)
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
         """Writes a checkpoint, or begins to.
@@ -167,6 +175,8 @@ class Checkpoints:
         Raises:
             CheckpointError: On all ranks: this save failed, or the one before it in the background.
         """
+        from lightning_pp.checkpoint.writing.sharded import prepare_save
+
         if self._is_interrupted():
             _log.warning(
                 f"No checkpoint is written to {filepath}: this rank failed in the middle of a step, and other stages "
@@ -184,7 +194,7 @@ class Checkpoints:
                     "storage_options apply to single files. Set save_distributed_checkpoint=False to use them."
                 )
             self.wait()  # its copies on the host are about to be overwritten
-            write = stored.prepare_save(path, with_added_groups(run.part), checkpoint, self._stager).write
+            write = prepare_save(path, with_added_groups(run.part), checkpoint, self._stager).write
         else:
             if self._background is not None and run.is_root:
                 gathered = (MODEL, OPTIMIZERS)  # copies already
@@ -225,10 +235,12 @@ class Checkpoints:
     def _write_file(
         self, checkpoint: dict[str, Any], path: str, storage_options: Any, group: dist.ProcessGroup | None
     ) -> None:
+        from lightning_pp.checkpoint.writing.single_file import make_room_for_file
+
         with fail_together(group):
             if self._attached.is_root:
                 location = locate(path)
-                stored.make_room_for_file(location)
+                make_room_for_file(location)
                 with naming(location, "written"):
                     self._attached.checkpoint_io.save_checkpoint(
                         checkpoint, str(location) if is_remote(location) else location, storage_options=storage_options
@@ -296,9 +308,11 @@ class Checkpoints:
         Raises:
             CheckpointError: On all ranks: it is missing, damaged, or holds what ``weights_only`` forbids.
         """
+        from lightning_pp.checkpoint.reading.open import open_checkpoint
+
         self.wait()
         with LongTask(f"Opening the checkpoint {path}", rank_zero_info):
-            self._opened = stored.open_checkpoint(path, self._attached.part.mesh, weights_only=weights_only)
+            self._opened = open_checkpoint(path, self._attached.part.mesh, weights_only=weights_only)
         return dict(self._opened.content)
 
     def load(self, content: Mapping[str, Any], *, strict: bool) -> None:
@@ -315,7 +329,9 @@ class Checkpoints:
 
     def load_current_model(self, content: Mapping[str, Any]) -> None:
         """Puts named weights of the opened checkpoint into the module, without asking whether any are missing."""
-        stored.load_state(content, self._attached.part, None if self._opened is None else self._opened.reader)
+        from lightning_pp.checkpoint.reading.opened import load_state
+
+        load_state(content, self._attached.part, None if self._opened is None else self._opened.reader)
 
     def load_initial_weights(self, path: str | Path) -> None:
         """Reads weights of any kind of file into this rank's part.
@@ -323,9 +339,11 @@ class Checkpoints:
         Raises:
             CheckpointError: On all ranks: they are missing or damaged, or do not fit.
         """
+        from lightning_pp.checkpoint.reading.initial_weights import load_weights
+
         run = self._attached
         with LongTask(f"Loading the weights of {path}", rank_zero_info):
-            stored.load_weights(path, run.part, strict=run.engine.module.strict_loading)
+            load_weights(path, run.part, strict=run.engine.module.strict_loading)
 
     def hand_over(self) -> RankPart:
         """What this rank holds, for the module to be made whole: nothing can be saved or loaded any more.

@@ -18,7 +18,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-import lightning_pp.checkpoint as stored
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together_if_several, from_root
 from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME, checkpoint_at
 from lightning_pp.checkpoint.storage.location import Location, is_file, is_folder, is_remote, is_url, locate, names_in
@@ -62,14 +61,16 @@ class LastCheckpoints:
             str(locate(folder)) for folder in folders
         }:
             return path
+        from lightning_pp.checkpoint.reading.newest_good import checkpoints_in, newest_good
+
         candidates = [here]
         with fail_together_if_several(ranks):
             if ranks is None or ranks.is_root:
                 target = _target(candidates[0])
                 near = _target(here.parent)
-                beside = [other for other in stored.checkpoints_in(here.parent) if _target(other.parent) == near]
+                beside = [other for other in checkpoints_in(here.parent) if _target(other.parent) == near]
                 candidates += [other for other in beside if _target(other) != target]
-        found = stored.newest_good(candidates, weights_only=weights_only, ranks=ranks)
+        found = newest_good(candidates, weights_only=weights_only, ranks=ranks)
         if not found.damaged:
             return path
         reasons = "\n".join(f"- {reason}" for _, reason in found.damaged)

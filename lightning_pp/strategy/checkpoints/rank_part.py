@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_pp.checkpoint import ParameterCatalog, RankPart
-from lightning_pp.checkpoint.ownership.catalog import enumerate_names
+from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
 from lightning_pp.checkpoint.ownership.cuts import Cuts
+from lightning_pp.checkpoint.ownership.rank_part import RankPart
 from lightning_pp.distributed.meshes import tensor_mesh
-from lightning_pp.errors import ConfigurationError
+from lightning_pp.errors import ConfigurationError, enumerate_names
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.strategy.parameters.optimizers import training_ones
 

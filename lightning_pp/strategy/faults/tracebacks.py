@@ -11,7 +11,8 @@ from types import FrameType, TracebackType
 from typing import NamedTuple
 
 from lightning_pp.distributed.watch.this_rank import Stack
-from lightning_pp.strategy.lightning.callers import is_of_user, line_of
+from lightning_pp.split.record.source_lines import line_text
+from lightning_pp.strategy.lightning.callers import is_of_user
 
 WHOLE_TRACEBACK = "LIGHTNING_PP_TRACEBACK"
 """Environment variable: 1 prints tracebacks whole."""
@@ -35,7 +36,7 @@ class _Told(NamedTuple):
 
 def lines_of_user(error: BaseException) -> tuple[str, ...]:
     """``file:line in function`` of the frames of ``error`` that are the user's, outermost first, at most four."""
-    lines = [line_of(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if is_of_user(frame)]
+    lines = [line_text(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if is_of_user(frame)]
     return tuple(lines[-_MOST_LINES:])
 
 
@@ -75,9 +76,9 @@ def stack_of_main_thread() -> Stack:
         gc.enable() if was_on else None
     names = (str(each.f_globals.get("__name__", "")) for each in frames)
     innermost = next((name for name in names if name.partition(".")[0] not in sys.stdlib_module_names), "")
-    lines = [line_of(each) for each in frames if is_of_user(each)][:_MOST_LINES]
+    lines = [line_text(each) for each in frames if is_of_user(each)][:_MOST_LINES]
     if frames and not is_of_user(frames[0]):
-        lines.insert(0, line_of(frames[0]))
+        lines.insert(0, line_text(frames[0]))
     waits = innermost.startswith(_WAIT) and not innermost.startswith(_WORK)
     return Stack(waits, tuple(reversed(lines)), hash(tuple((id(each), each.f_lasti) for each in frames)))
 

@@ -7,6 +7,8 @@ import sys
 from types import FrameType
 from typing import Any
 
+from lightning_pp.split.record.source_lines import UNKNOWN_LINE, line_text
+
 _NOT_THE_USERS = ("lightning", "lightning_pp", "lightning_utilities", "torch", "contextlib", "hydra")
 
 
@@ -15,7 +17,7 @@ def line_of_user() -> str:
     frame = inspect.currentframe()
     while frame is not None and not is_of_user(frame):
         frame = frame.f_back
-    return "an unknown line" if frame is None else line_of(frame)
+    return UNKNOWN_LINE if frame is None else line_text(frame)
 
 
 def namespaces_of_user() -> list[dict[str, Any]]:
@@ -31,8 +33,3 @@ def namespaces_of_user() -> list[dict[str, Any]]:
 def is_of_user(frame: FrameType) -> bool:
     """Whether the running code is neither Lightning's, torch's, Hydra's nor this package's."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THE_USERS
-
-
-def line_of(frame: FrameType, line: int | None = None) -> str:
-    """``file:line in function``, with the running line if none is given."""
-    return f"{frame.f_code.co_filename}:{line or frame.f_lineno} in {frame.f_code.co_name}"

@@ -33,7 +33,8 @@ from lightning_pp.distributed.watch.this_rank import RankStoppedError
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.runtime.split_backward.wide_products import try_products
-from lightning_pp.sharding import end_stage_update, end_update
+from lightning_pp.sharding.shard_updates import end_update
+from lightning_pp.sharding.stage_updates import end_stage_update
 from lightning_pp.split.side_effects.generators import GeneratorStates
 from lightning_pp.strategy._lightning_private import (
     check_overridden_names,

@@ -17,13 +17,15 @@ from lightning_pp.distributed.meshes import same_stages, sharding_mesh
 from lightning_pp.planning.sharded_stages import ShardedPrograms, ShardingSettings, make_units
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Schedule, Sharding
-from lightning_pp.sharding import CollectiveClock, ReplicatedUnits, ShardedStages
 from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.gradients.accumulation import WideGradients
 from lightning_pp.sharding.gradients.clip import clip_by_norm_, clip_by_value_, own_square
 from lightning_pp.sharding.gradients.hooks import GradientHooks
 from lightning_pp.sharding.gradients.replicated import ReplicatedGradients
 from lightning_pp.sharding.gradients.shared import SharedParameters
+from lightning_pp.sharding.replicated_units import ReplicatedUnits
+from lightning_pp.sharding.stages import ShardedStages
+from lightning_pp.sharding.units.collective_times import CollectiveClock
 from lightning_pp.sharding.units.host_memory import return_freed_memory
 from lightning_pp.split.memory.state_memory import StepDtypes
 from lightning_pp.strategy.parameters.placing import ParameterPlacing

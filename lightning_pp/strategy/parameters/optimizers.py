@@ -17,7 +17,7 @@ from lightning_pp.checkpoint.ownership.catalog import OptimizerGroups
 from lightning_pp.checkpoint.ownership.rank_part import shard_like
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.sharding import update_shards
+from lightning_pp.sharding.shard_updates import update_shards
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.strategy._lightning_private import NoOptimizer
 

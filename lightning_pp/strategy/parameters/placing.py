@@ -10,8 +10,9 @@ from torch import nn
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.sharding import broadcast_parameters, broadcast_values, never_sharded
 from lightning_pp.sharding.gradients.hooks import refuse_hooks
+from lightning_pp.sharding.gradients.replicated import broadcast_parameters, broadcast_values
+from lightning_pp.sharding.units.grouping import never_sharded
 from lightning_pp.sharding.units.host_memory import return_freed_memory
 from lightning_pp.split.fakes.materialize import materialize_parameters, without_parameters
 

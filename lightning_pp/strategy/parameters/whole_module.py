@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_pp.checkpoint import RankPart
-from lightning_pp.checkpoint.ownership.rank_part import set_extra_state, to_save
+from lightning_pp.checkpoint.ownership.rank_part import RankPart, set_extra_state, to_save
 from lightning_pp.checkpoint.ownership.ranks import Ranks, gather_entries
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.split._torch_private import buffers_of

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 
-# how to ask for, and to set, the state of a generator
-_Access: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
+from lightning_pp.split.side_effects.generators import state_access
 
 
 def host_draws() -> list[Any]:
@@ -27,7 +26,7 @@ def set_host_draws(states: Sequence[Any]) -> None:
 
 def own_draws(loader: Any) -> list[Any]:
     """The states of the generators that the loader, its samplers and its dataset hold as attributes."""
-    return [get() for get, _ in _own_generators(loader)]
+    return [_listed(get()) for get, _ in _own_generators(loader)]
 
 
 def set_own_draws(loader: Any, states: Sequence[Any]) -> None:
@@ -48,37 +47,13 @@ def epochs_of(loader: Any) -> list[int]:
     return [int(getattr(sampler, "epoch", 0)) for sampler in samplers_with_epochs(loader)]
 
 
-def _own_generators(loader: Any) -> list[_Access]:
+def _own_generators(loader: Any) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """How to ask for, and to set, the state of each."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     holders = (loader, *samplers, getattr(loader, "dataset", None))
-    held = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
-    found: dict[int, _Access] = {}
-    for value in held:
-        if isinstance(value, torch.Generator):
-            found[id(value)] = value.get_state, value.set_state
-        elif isinstance(value, random.Random):
-            found[id(value)] = _of_python(value)
-        elif isinstance(value, np.random.Generator):
-            found[id(value)] = _of_numpy(value.bit_generator)
-        elif isinstance(value, np.random.RandomState):
-            found[id(value)] = _of_legacy_numpy(value)
-    return list(found.values())
-
-
-def _of_python(generator: random.Random) -> _Access:
-    return generator.getstate, lambda state: generator.setstate((state[0], tuple(state[1]), state[2]))
-
-
-def _of_legacy_numpy(generator: np.random.RandomState) -> _Access:
-    return lambda: _listed(generator.get_state()), generator.set_state
-
-
-def _of_numpy(generator: np.random.BitGenerator) -> _Access:
-    def put(state: Any) -> None:
-        generator.state = state
-
-    return lambda: _listed(generator.state), put
+    held = {id(value): value for holder in holders for value in getattr(holder, "__dict__", {}).values()}
+    return [access for access in map(state_access, held.values()) if access is not None]
 
 
 def _listed(state: Any) -> Any:

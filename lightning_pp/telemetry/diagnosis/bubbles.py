@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pp.errors import ScheduleError
-from lightning_pp.schedule import Schedule, available_schedules, build_schedule
-from lightning_pp.schedule.registry import schedule_family
+from lightning_pp.schedule import Schedule, build_schedule
+from lightning_pp.schedule.registry import families_allowing, schedule_family
 from lightning_pp.telemetry.diagnosis.evidence import Evidence, arrivals
 from lightning_pp.telemetry.diagnosis.finding import Finding
 from lightning_pp.telemetry.diagnosis.step_model import StepModel, scaled
@@ -119,18 +119,16 @@ def _schedules(evidence: Evidence) -> Iterator[tuple[str, Schedule]]:
     """What to name and what comes of it: those that can be on this placement and keep the limit."""
     now = evidence.schedule
     stages_per_rank = now.placement.num_stages // now.placement.num_ranks
-    for name in available_schedules():
-        family = schedule_family(name)
-        is_large = max(map(len, now.programs)) * now.placement.num_ranks > _LARGEST_SEARCH
-        is_repeat = family.default_stages_per_rank > stages_per_rank
-        if name == _family(now) or is_repeat or not family.allows(stages_per_rank) or (family.is_search and is_large):
+    is_large = max(map(len, now.programs)) * now.placement.num_ranks > _LARGEST_SEARCH
+    for family in families_allowing(stages_per_rank):
+        if family.name == _family(now) or (family.is_search and is_large):
             continue
         try:
-            schedule = _build(evidence, name, now.num_microbatches)
+            schedule = _build(evidence, family.name, now.num_microbatches)
         except ScheduleError:
             continue
         if schedule.placement == now.placement:
-            yield name, schedule
+            yield family.name, schedule
 
 
 def _family(schedule: Schedule) -> str:

@@ -9,11 +9,10 @@ from math import prod
 
 from torch.nn import Parameter
 
+from lightning_pp.errors import enumerate_names
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.telemetry.diagnosis.evidence import Evidence, ProductWeight
 from lightning_pp.telemetry.diagnosis.finding import Finding
-
-_MOST_NAMED = 3
 
 
 def product_weights(record: StepRecord, parameters: Mapping[str, Parameter]) -> dict[str, list[ProductWeight]]:
@@ -73,7 +72,7 @@ def weight_finding(evidence: Evidence) -> Finding | None:
         return None
     all_deferred = replace(model.costs, backward_input=backward_input, backward_weight=backward_weight)
     gain = model.step_ms - model.with_costs(all_deferred).step_ms
-    named = ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" * (len(names) > _MOST_NAMED))
+    named = enumerate_names(names, 3)
     return Finding(
         "weight_gradients",
         f"The weight gradients of {named} (stage{'' if len(stages) == 1 else 's'} {', '.join(map(str, stages))}) are "

@@ -9,7 +9,7 @@ import torch
 from pipeline_parts import load_checkpoint, make_part, save_sharded
 from pool import WorkerPool
 
-from lightning_pp.checkpoint import read_alone
+from lightning_pp.checkpoint.reading.open import read_alone
 from lightning_pp.errors import CheckpointError
 
 

@@ -13,8 +13,9 @@ from damage_parts import flip, position_of, save
 from pipeline_parts import make_part
 from pool import WorkerPool
 
-from lightning_pp.checkpoint import checkpoints_in, newest_good, read_alone
 from lightning_pp.checkpoint.ownership.ranks import Ranks
+from lightning_pp.checkpoint.reading.newest_good import checkpoints_in, newest_good
+from lightning_pp.checkpoint.reading.open import read_alone
 from lightning_pp.errors import CheckpointError
 
 

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
-from lightning_pp.checkpoint import ParameterCatalog, RankPart
+from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
+from lightning_pp.checkpoint.ownership.rank_part import RankPart
 from lightning_pp.checkpoint.storage.safetensors_file import map_folder, map_safetensors, write_safetensors
 from lightning_pp.cli.export import main
 from lightning_pp.errors import CheckpointError

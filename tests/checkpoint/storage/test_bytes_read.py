@@ -15,7 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_pp.checkpoint import ParameterCatalog, RankPart, load_weights, open_checkpoint
+from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
+from lightning_pp.checkpoint.ownership.rank_part import RankPart
+from lightning_pp.checkpoint.reading.initial_weights import load_weights
+from lightning_pp.checkpoint.reading.open import open_checkpoint
 
 LAYERS, ROWS, COLUMNS = 6, 8192, 512  # 16 MiB each: Linux maps up to 2 MiB around what is touched
 WHOLE = LAYERS * ROWS * COLUMNS * 4

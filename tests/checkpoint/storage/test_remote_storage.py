@@ -20,7 +20,7 @@ from safetensors.torch import save as safetensors_bytes
 from small_models import Stack
 from trained_parts import largest_difference, loader, make_trainer, together, weights
 
-from lightning_pp.checkpoint import read_alone
+from lightning_pp.checkpoint.reading.open import read_alone
 from lightning_pp.checkpoint.storage import remote_folder
 from lightning_pp.checkpoint.storage.location import locate
 from lightning_pp.cli.export import main as export

@@ -60,20 +60,27 @@ def test_wrong_sizes_are_all_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "sizes", "where", "marked"),
+    ("sizes", "told"),
     [
-        (GOOD, {"num_stages": 1}, "it has 2 stages, the run has 1; rank 1, cell 0:", "[1F0]"),
-        (GOOD, {"num_stages": 4}, "it has 2 stages, the run has 4; rank 1, cell 5:", "[]"),
-        (GOOD, {"num_microbatches": 1}, "it has 2 microbatches, the run has 1; rank 0, cell 1:", "[0F1]"),
-        (GOOD, {"num_ranks": 1}, "it has 2 rows (ranks), the run has 1; rank 1, cell 0:", "[1F0]"),
-        (["0F0,0B0", "2F0,2B0"], {}, "rank 1, cell 0: no row has actions of stage 1", "[2F0]"),
-        (["0F0,0B0", ",,"], {}, "row 1 has no action", "[]"),
+        ({"num_stages": 1}, "it has 2 stages, the run has 1"),
+        ({"num_stages": 4}, "it has 2 stages, the run has 4"),
+        ({"num_microbatches": 1}, "it has 2 microbatches, the run has 1"),
+        ({"num_ranks": 1}, "it has 2 rows (ranks), the run has 1"),
     ],
 )
-def test_wrong_sizes_are_pointed_at(
-    tmp_path: Path, rows: list[str], sizes: dict[str, int], where: str, marked: str
-) -> None:
-    text = refusal(tmp_path, *rows, **sizes)
+def test_wrong_sizes_are_told(tmp_path: Path, sizes: dict[str, int], told: str) -> None:
+    assert refusal(tmp_path, *GOOD, **sizes).endswith(f".csv does not fit: {told}")
+
+
+@pytest.mark.parametrize(
+    ("rows", "where", "marked"),
+    [
+        (["0F0,0B0", "2F0,2B0"], "rank 1, cell 0: no row has actions of stage 1", "[2F0]"),
+        (["0F0,0B0", ",,"], "row 1 has no action", "[]"),
+    ],
+)
+def test_missing_stages_are_pointed_at(tmp_path: Path, rows: list[str], where: str, marked: str) -> None:
+    text = refusal(tmp_path, *rows)
     assert where in text
     drawn = text.splitlines()[1:]
     assert [line.split(":")[0].strip() for line in drawn[1:]] == ["rank 0", "rank 1"]

@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightning_pp.sharding import ShardedUnits, SharedParameters, clip_by_norm_, clip_by_value_, global_norm
+from lightning_pp.sharding.fsdp import ShardedUnits
+from lightning_pp.sharding.gradients.clip import clip_by_norm_, clip_by_value_, global_norm
+from lightning_pp.sharding.gradients.shared import SharedParameters
 
 NORM_TYPES = (2.0, 1.0, 3.5, math.inf, -math.inf, -1.0)
 

@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pp.sharding import ReplicatedGradients, ShardedUnits, SharedParameters, broadcast_parameters
+from lightning_pp.sharding.fsdp import ShardedUnits
+from lightning_pp.sharding.gradients.replicated import ReplicatedGradients, broadcast_parameters
+from lightning_pp.sharding.gradients.shared import SharedParameters
 from lightning_pp.split.memory.state_memory import ParameterSize, StateSizes
 
 HOLDERS = {

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from one_process import record_of
 from torch import Tensor, nn
 
-from lightning_pp.split import StepRecord, discover_units
 from lightning_pp.split.cut.unit_costs import FLOPS_PER_PARAMETER, estimate_unit_costs
+from lightning_pp.split.record.step_record import StepRecord
+from lightning_pp.split.unit_calls.units import discover_units
 
 WORDS, WIDTH, WIDE, ROWS = 40, 8, 32, 15  # rows of a microbatch: 3 samples of 5
 FLOAT, LONG = 4, 8

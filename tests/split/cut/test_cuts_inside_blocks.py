@@ -11,9 +11,8 @@ import transformers_by_hand
 from one_process import OneProcessPipeline, build, compare
 from torch import nn
 
-from lightning_pp.split import discover_units
 from lightning_pp.split.cut.partition import inseparable_groups
-from lightning_pp.split.unit_calls.units import is_block_list, refine_unit, with_refined
+from lightning_pp.split.unit_calls.units import discover_units, is_block_list, refine_unit, with_refined
 
 ZOO: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     name: (zoo.ARCHITECTURES[name][0], zoo.batches_of) for zoo in (architectures, transformers_by_hand)

@@ -21,7 +21,8 @@ from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_costs import assumed_speed
 from lightning_pp.planning.tuning import Layout, LayoutRequest
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_schedule
-from lightning_pp.split import StepRecord, discover_units
+from lightning_pp.split.record.step_record import StepRecord
+from lightning_pp.split.unit_calls.units import discover_units
 
 ARCHITECTURE = hf.LlamaConfig(
     vocab_size=64,

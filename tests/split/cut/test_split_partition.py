@@ -13,7 +13,6 @@ from transformers_by_hand import WithLoss
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import Placement, StageCosts
-from lightning_pp.split import StepRecord, discover_units
 from lightning_pp.split.cut.partition import Partition, UnitMemory, partition_units
 from lightning_pp.split.cut.unit_costs import (
     FLOPS_PER_PARAMETER,
@@ -23,6 +22,8 @@ from lightning_pp.split.cut.unit_costs import (
     stage_costs,
     weighted,
 )
+from lightning_pp.split.record.step_record import StepRecord
+from lightning_pp.split.unit_calls.units import discover_units
 
 MODELS = {
     "gpt2": lambda: hf.GPT2LMHeadModel(

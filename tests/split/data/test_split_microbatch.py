@@ -15,8 +15,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_pp.errors import BatchError, ConfigurationError
-from lightning_pp.split import batch_size_of, split_batch
-from lightning_pp.split.data.microbatch import first_samples
+from lightning_pp.split.data.microbatch import batch_size_of, first_samples, split_batch
 from lightning_pp.split.data.tree import leaves_of, own_copy, tensors_of
 
 Pair = namedtuple("Pair", ["x", "y"])

@@ -15,10 +15,10 @@ from one_process import build, record_of
 from reference_flow import reference_flow
 from torch import Tensor, nn
 
-from lightning_pp.split import discover_units
 from lightning_pp.split.fakes.parameters import has_data
 from lightning_pp.split.record.reduction import Kind
 from lightning_pp.split.record.step_record import InterUnitDraws, PassedOn, TensorSpec, Value
+from lightning_pp.split.unit_calls.units import discover_units
 
 # In these a unit hands on what it was given, which has no identity of its own in the record.
 HANDS_ON = {"structured"}

@@ -11,8 +11,9 @@ from model_parts import Block, next_token_loss
 from one_process import CPU, build, recorded
 from torch import Tensor, nn
 
-from lightning_pp.split import discover_units, dry_run
+from lightning_pp.split.dry_run.run import dry_run
 from lightning_pp.split.fakes.parameters import FakeParameters
+from lightning_pp.split.unit_calls.units import discover_units
 
 
 class Model(nn.Module):

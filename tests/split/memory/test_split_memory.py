@@ -120,8 +120,8 @@ def state_of(sharding: str, num_shards: int, rank: int, **options: Any) -> Any:
 
 
 def empty_step() -> Any:
-    from lightning_pp.split import StepRecord
     from lightning_pp.split.cut.partition import Partition
+    from lightning_pp.split.record.step_record import StepRecord
 
     return StepRecord(), Partition(2, {"first": 0, "second": 1}, {})
 
