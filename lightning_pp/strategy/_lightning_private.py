@@ -357,12 +357,6 @@ def summary_columns(summary: Any) -> list[tuple[str, list[str]]]:
     return columns
 
 
-@uses("lightning.pytorch.utilities.model_summary.model_summary.ModelSummary._layer_summary")
-def layer_names_of(summary: Any) -> list[str]:
-    """The layers of Lightning's model summary, without the row of parameters of no layer."""
-    return list(summary._layer_summary)
-
-
 @uses("lightning.pytorch.callbacks.ModelCheckpoint._link_checkpoint")
 def replace_link(callback: ModelCheckpoint, link: Callable[[pl.Trainer, str, str], None]) -> None:
     """Has ``callback`` make links to checkpoints by ``link(trainer, filepath, linkpath)``."""

@@ -6,15 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
-from lightning.pytorch.utilities.model_summary.model_summary import get_formatted_model_size, get_human_readable_count
-from rich import get_console
-from rich.table import Table
+from lightning.pytorch.callbacks import ModelSummary
 
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.strategy._lightning_private import layer_names_of, replace_summary, summary_columns
-
-Columns = list[tuple[str, list[str]]]
+from lightning_pp.strategy._lightning_private import replace_summary, summary_columns
 
 
 class WholeSummary:
@@ -31,23 +26,23 @@ class WholeSummary:
         self.model_size: float = summary.model_size
         self.total_training_modes: dict[str, int] = summary.total_training_modes
         self.total_flops: int = summary.total_flops
-        columns = summary_columns(summary)
-        stages = [stages_of_layer(split, name) for name in layer_names_of(summary)]
-        missing = [""] * (len(columns[0][1]) - len(stages))  # the row of parameters of no layer
-        self.columns: Columns = [*columns[:3], ("Stage", stages + missing), *columns[3:]]
+        columns = dict(summary_columns(summary))
+        layers = zip(columns["Name"], columns["Type"], strict=True)
+        columns["Type"] = [kind + stages_text(split, name) for name, kind in layers]
+        self._columns = list(columns.items())
 
-    def _get_summary_data(self) -> Columns:
-        return self.columns
+    def _get_summary_data(self) -> list[tuple[str, list[str]]]:
+        return self._columns
 
 
-def stages_of_layer(split: SplitModel, name: str) -> str:
-    """The stages that hold parameters of the layer, or units in it, such as ``0-2``; empty for a layer without any."""
+def stages_text(split: SplitModel, name: str) -> str:
+    """The stages that hold parameters of the layer, or units in it: `` (stage 0-2)``; empty for a layer without any."""
     names = split.fake_parameters.canonical_names
     found = {stage for each in names if each.startswith(f"{name}.") for stage in split.owners[names[each]]}
     for unit, stage in split.partition.stage_of_unit.items():
         if f"{unit}.".startswith(f"{name}.") or f"{name}.".startswith(f"{unit}."):
             found.add(stage)
-    return _ranges(sorted(found))
+    return f" (stage {_ranges(sorted(found))})" if found else ""
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -80,37 +75,3 @@ def summarize_whole_model(trainer: pl.Trainer, split: Callable[[], SplitModel]) 
     for callback in getattr(trainer, "callbacks", []):
         if isinstance(callback, ModelSummary):
             replace_summary(callback, of_all)
-            if type(callback).summarize is RichModelSummary.summarize:  # it knows its columns by name
-                vars(callback)["summarize"] = _print_with_rich
-
-
-def _print_with_rich(
-    summary_data: Columns,
-    total_parameters: int,
-    trainable_parameters: int,
-    model_size: float,
-    total_training_modes: dict[str, int],
-    total_flops: int,
-    **summarize_kwargs: Any,
-) -> None:
-    """As ``RichModelSummary`` prints it, with whatever columns there are."""
-    table = Table(header_style=summarize_kwargs.get("header_style", "bold magenta"))
-    for heading, _ in summary_data:
-        is_number = heading in ("Params", "FLOPs", "In sizes", "Out sizes")
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=heading == "Name")
-    for row in zip(*(values for _, values in summary_data), strict=True):
-        table.add_row(*row)
-    grid = Table.grid(expand=True)
-    for label, value in (
-        ("Trainable params", get_human_readable_count(trainable_parameters)),
-        ("Non-trainable params", get_human_readable_count(total_parameters - trainable_parameters)),
-        ("Total params", get_human_readable_count(total_parameters)),
-        ("Total estimated model params size (MB)", get_formatted_model_size(model_size)),
-        ("Modules in train mode", total_training_modes["train"]),
-        ("Modules in eval mode", total_training_modes["eval"]),
-        ("Total FLOPs", get_human_readable_count(total_flops)),
-    ):
-        grid.add_row(f"[bold]{label}[/]: {value}")
-    console = get_console()
-    console.print(table)
-    console.print(grid)

@@ -50,7 +50,8 @@ def test_the_summary_is_that_of_the_whole_model_with_stages(depth: int, ranks: l
     shown = ranks[0][0][depth - 1]
     whole = LayerSummaries(Blocks(), max_depth=depth)
     columns = dict(whole._get_summary_data())
-    stages = shown["columns"].pop("Stage")
+    kinds = shown["columns"].pop("Type")
+    assert [kind.partition(" (stage ")[0] for kind in kinds] == columns.pop("Type")
     assert shown["columns"] == columns
     assert shown["totals"] == (
         whole.total_parameters,
@@ -58,21 +59,21 @@ def test_the_summary_is_that_of_the_whole_model_with_stages(depth: int, ranks: l
         whole.model_size,
         whole.total_training_modes,
     )
-    by_layer = dict(zip(columns["Name"], stages, strict=True))
-    assert by_layer["blocks"] == "0-1" and by_layer["head"] == "1"
+    by_layer = dict(zip(columns["Name"], kinds, strict=True))
+    assert by_layer["blocks"] == "ModuleList (stage 0-1)" and by_layer["head"] == "Linear (stage 1)"
     if depth == 2:
-        assert (by_layer["blocks.0"], by_layer["blocks.3"]) == ("0", "1")
+        assert (by_layer["blocks.0"], by_layer["blocks.3"]) == ("Linear (stage 0)", "Linear (stage 1)")
 
 
 def test_rich_shows_the_same(ranks: list[Any]) -> None:
     printed = ranks[0][1]
     heading, *_ = [line for line in printed.splitlines() if "Name" in line]
-    assert [word for word in heading.split() if word.isalpha()] == ["Name", "Type", "Stage", "Params", "Mode", "FLOPs"]
+    assert [word for word in heading.split() if word.isalpha()] == ["Name", "Type", "Params", "Mode", "FLOPs"]
     (row,) = [line for line in printed.splitlines() if "blocks.3" in line]
-    assert [cell.strip() for cell in row.split("│")[2:6]] == ["blocks.3", "Linear", "1", "72"]
+    assert [cell.strip() for cell in row.split("│")[2:6]] == ["blocks.3", "Linear (stage 1)", "72", "train"]
     total = sum(parameter.numel() for parameter in Blocks().parameters())
     assert f"Total params: {total}" in " ".join(printed.split())
-    assert "Stage" not in ranks[1][1]  # only rank 0 prints
+    assert "stage" not in ranks[1][1]  # only rank 0 prints
 
 
 def test_stages_are_written_as_ranges() -> None:
