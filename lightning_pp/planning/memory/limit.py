@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch.optim import Optimizer
 
@@ -26,10 +26,11 @@ _MOST_MOVES_TRIED = 200
 _BISECTIONS = 12
 
 
+@dataclass(frozen=True, eq=False)
 class DeviceMemory:
     """The most that a rank may hold, and what it does hold under a cut.
 
-    Args:
+    Attributes:
         limit_gib: The limit; every rank has the same.
         model: How bytes are counted.
         recording: The model with a dry run of its step on one microbatch.
@@ -37,29 +38,21 @@ class DeviceMemory:
         communicators_bytes: What the communicators of collectives have taken of each rank's device.
     """
 
-    def __init__(
-        self,
-        limit_gib: float,
-        model: MemoryModel,
-        recording: RecordedModel,
-        updates: Updates,
-        communicators_bytes: int = 0,
-    ) -> None:
-        self.limit_gib = limit_gib
-        self.model = model
-        self._recording = recording
-        self._updates = updates
-        self._communicators_bytes = communicators_bytes
+    limit_gib: float
+    model: MemoryModel
+    recording: RecordedModel
+    updates: Updates
+    communicators_bytes: int = 0
 
     def of(self, recording: RecordedModel) -> DeviceMemory:
         """The same limit for another recording of the model."""
-        return DeviceMemory(self.limit_gib, self.model, recording, self._updates, self._communicators_bytes)
+        return replace(self, recording=recording)
 
     def estimate(self, partition: Partition, placement: Placement, schedule: Schedule | None = None) -> MemoryEstimate:
         """What stages and ranks hold."""
-        places = places_of(self._recording, partition, self._updates)
-        sizes = parameter_sizes_of(self._recording, places)
-        return self.model.estimate(self._recording.counted.record, places.partition, placement, sizes, schedule)
+        places = places_of(self.recording, partition, self.updates)
+        sizes = parameter_sizes_of(self.recording, places)
+        return self.model.estimate(self.recording.counted.record, places.partition, placement, sizes, schedule)
 
     def needs(self, partition: Partition, placement: Placement, schedule: Schedule | None) -> list[RankMemory]:
         """What each rank holds under ``schedule``; None: at the least, with one microbatch at a time."""
@@ -111,12 +104,12 @@ class DeviceMemory:
             own = placement.stages_of_rank(rank.rank)
             one = sum(max(estimate.held_after_forward[stage], estimate.held_after_input[stage]) for stage in own)
             held = one if rank.activations_bytes is None else rank.activations_bytes
-            needs.append(replace(rank, activations_bytes=held, communicators_bytes=self._communicators_bytes))
+            needs.append(replace(rank, activations_bytes=held, communicators_bytes=self.communicators_bytes))
         return needs
 
     def room_gib(self, partition: Partition, placement: Placement) -> tuple[float, ...]:
         """What is left for activations on each rank; ``memory_limit`` of a search for a schedule."""
-        limit = self.limit_gib * BYTES_PER_GIB - self._communicators_bytes
+        limit = self.limit_gib * BYTES_PER_GIB - self.communicators_bytes
         ranks = self.estimate(partition, placement).ranks
         return tuple((limit - rank.bytes_beside_activations) / BYTES_PER_GIB for rank in ranks)
 
@@ -140,7 +133,7 @@ class DeviceMemory:
         if self.fits(unlimited, placement, held_by):
             return unlimited
         found = [unlimited]
-        counted = self._recording.counted.record
+        counted = self.recording.counted.record
         units = self._unit_memory(
             unlimited, placement, self.model.with_offloading(counted, unlimited, placement, held_by)
         )
@@ -185,11 +178,11 @@ class DeviceMemory:
             placement: Which rank holds which stages.
             held_by: Says how many microbatches a stage holds at a time; None: one.
         """
-        groups = inseparable_groups(self._recording.record)
+        groups = inseparable_groups(self.recording.record)
         stage_of_unit = {unit: index for index, group in enumerate(groups) for unit in group}
         called = set(stage_of_unit)
         previous = 0
-        for unit in self._recording.num_parameters:  # those that are not called are beside the one before
+        for unit in self.recording.num_parameters:  # those that are not called are beside the one before
             previous = stage_of_unit.setdefault(unit, previous)
         try:
             apart = Partition(len(groups), stage_of_unit, partition.unit_costs)
@@ -212,7 +205,7 @@ class DeviceMemory:
         best, tried, improved = max(self.excess(partition, placement, held_by)), 0, True
         while best > 0 and improved and tried < _MOST_MOVES_TRIED:
             improved = False
-            for candidate in moved_partitions(self._recording.record, partition):
+            for candidate in moved_partitions(self.recording.record, partition):
                 tried += 1
                 excess = max(self.excess(candidate, placement, held_by))
                 if excess < best:
@@ -274,7 +267,7 @@ class DeviceMemory:
         if not self.model.state.cpu_offload:
             ways.append("cpu_offload=True")
         if need.activations_bytes and need.running_bytes >= need.reducing_bytes:
-            record = self._recording.record
+            record = self.recording.record
             by_model = any(call.region is not None or call.num_regions_inside for call in record.calls)
             if not record.recomputed_units and not by_model:
                 ways.append("activation_checkpointing=True")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from lightning_pp.planning.schedules.source import ScheduleSource
 from lightning_pp.schedule import Placement, Schedule, StageCosts, build_forward_only
@@ -10,13 +11,14 @@ from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
 from lightning_pp.schedule.merging import split_backwards
 
 
+@dataclass(eq=False)
 class ProgramCache:
     """Programs by number of microbatches, made when first needed, on every rank alike.
 
     What was searched for is there for one number: for fewer its first microbatches are kept, for more a quick search is
     made. Of all others the source is asked for each number.
 
-    Args:
+    Attributes:
         source: Where programs come from.
         placement: Which rank holds which stages.
         costs: Costs per stage, for the schedules that look at them.
@@ -25,26 +27,18 @@ class ProgramCache:
         found: The schedule that was searched for; None where none was.
     """
 
-    def __init__(
-        self,
-        source: ScheduleSource,
-        placement: Placement,
-        costs: StageCosts,
-        memory_limit: float | Sequence[float] | None = None,
-        found: Schedule | None = None,
-    ) -> None:
-        self._source = source
-        self._placement = placement
-        self.costs = costs
-        self._memory_limit = memory_limit
-        self._found = found
-        self._training: dict[int, Schedule] = {}
-        self._measured: dict[int, Schedule] = {}
-        self._evaluation: dict[int, Schedule] = {}
+    source: ScheduleSource
+    placement: Placement
+    costs: StageCosts
+    memory_limit: float | Sequence[float] | None = None
+    found: Schedule | None = None
+    _training: dict[int, Schedule] = field(default_factory=dict, init=False)
+    _measured: dict[int, Schedule] = field(default_factory=dict, init=False)
+    _evaluation: dict[int, Schedule] = field(default_factory=dict, init=False)
 
     def use(self, found: Schedule | None, costs: StageCosts, memory_limit: float | Sequence[float] | None) -> None:
         """From now on programs come from ``found``, or the source if None, and these costs and limits count."""
-        self._found, self.costs, self._memory_limit = found, costs, memory_limit
+        self.found, self.costs, self.memory_limit = found, costs, memory_limit
         self._training.clear()
         self._measured.clear()
 
@@ -67,12 +61,12 @@ class ProgramCache:
     def evaluation(self, num_microbatches: int) -> Schedule:
         """Forward only."""
         if num_microbatches not in self._evaluation:
-            self._evaluation[num_microbatches] = build_forward_only(self._placement, num_microbatches)
+            self._evaluation[num_microbatches] = build_forward_only(self.placement, num_microbatches)
         return self._evaluation[num_microbatches]
 
     def _make(self, num_microbatches: int) -> Schedule:
-        if self._found is not None and num_microbatches <= self._found.num_microbatches:
-            return keep_first_microbatches(self._found, num_microbatches)
-        return self._source.program(
-            self._placement, num_microbatches, self.costs, self._memory_limit, quick=True, on_every_rank=True
+        if self.found is not None and num_microbatches <= self.found.num_microbatches:
+            return keep_first_microbatches(self.found, num_microbatches)
+        return self.source.program(
+            self.placement, num_microbatches, self.costs, self.memory_limit, quick=True, on_every_rank=True
         )

@@ -107,10 +107,11 @@ class Measured:
     signature: str
 
 
+@dataclass(eq=False)
 class CostExchange:
     """Makes one set of costs of the profiles of all ranks; every rank takes part, and all get the same.
 
-    Args:
+    Attributes:
         split: The split model.
         pipeline: The ranks of the pipeline.
         data_parallel: The ranks that hold the same stages.
@@ -119,36 +120,25 @@ class CostExchange:
         whole_batch_loss: Whether the last stage joins all microbatches.
     """
 
-    def __init__(
-        self,
-        split: SplitModel,
-        pipeline: DeviceMesh,
-        data_parallel: DeviceMesh,
-        groups: ControlGroups,
-        device: torch.device,
-        *,
-        whole_batch_loss: bool = False,
-    ) -> None:
-        self._whole_batch_loss = whole_batch_loss
-        self._split = split
-        self._pipeline = pipeline
-        self._rank = pipeline.get_local_rank()
-        self._data_parallel = data_parallel
-        self._groups = groups
-        self._device = device
+    split: SplitModel
+    pipeline: DeviceMesh
+    data_parallel: DeviceMesh
+    groups: ControlGroups
+    device: torch.device
+    whole_batch_loss: bool = field(default=False, kw_only=True)
 
     def exchange(self, profile: Profile) -> Measured:
         """The medians of all ranks and replicas, and the times of messages."""
-        num_stages = self._split.placement.num_stages
+        num_stages = self.split.placement.num_stages
         own = {
             text: {key: (len(values), median(values)) for key, values in samples.items()}
             for text, samples in profile.samples.items()
         }
         in_pipeline: dict[str, dict[tuple[int, str], tuple[int, float]]] = {}
-        for part in self._groups.gather_in_pipeline(own):
+        for part in self.groups.gather_in_pipeline(own):
             for text, medians in part.items():
                 in_pipeline.setdefault(text, {}).update(medians)
-        everywhere = self._groups.gather((in_pipeline, profile.numbers, profile.num_samples), "measured times")
+        everywhere = self.groups.gather((in_pipeline, profile.numbers, profile.num_samples), "measured times")
         counts: Counter[str] = Counter()
         numbers: Counter[int] = Counter()
         num_samples: dict[str, int] = {}
@@ -177,13 +167,13 @@ class CostExchange:
         costs = StageCosts(
             forward, backward_input, backward_weight, p2p, gather=gathers, reduce=reductions, p2p_back=p2p_back
         )
-        split = self._split  # tensor ranks keep of any batch about what they keep of the first
+        split = self.split  # tensor ranks keep of any batch about what they keep of the first
         record = plan.record if split.on_parts is None else split.on_parts.record
-        by_dry_run = held_gib(record, split.partition, split.placement, whole_batch_loss=self._whole_batch_loss)[0]
-        held = self._groups.gather(by_dry_run if text == signature else None, "what it holds")
+        by_dry_run = held_gib(record, split.partition, split.placement, whole_batch_loss=self.whole_batch_loss)[0]
+        held = self.groups.gather(by_dry_run if text == signature else None, "what it holds")
         after_forward = next(found for found in held if found is not None)
         return Measured(
-            with_held(costs, after_forward, after_input, whole_batch_loss=self._whole_batch_loss),
+            with_held(costs, after_forward, after_input, whole_batch_loss=self.whole_batch_loss),
             max(numbers, key=lambda number: (numbers[number], number)),
             num_samples[signature],
             signature,
@@ -191,26 +181,30 @@ class CostExchange:
 
     def _measure_messages(self, plan: StepPlan) -> tuple[list[float], list[float], list[float], list[float]]:
         """Milliseconds per stage of messages to the next and to the one before, gathers, reductions; equal on all."""
-        placement = self._split.placement
+        placement = self.split.placement
         rank_of_stage, num_stages = placement.rank_of_stage, placement.num_stages
-        sent = crossing_bytes(plan, self._groups.num_tensor_ranks)
+        sent = crossing_bytes(plan, self.groups.num_tensor_ranks)
         links = {
             stage: Link(rank_of_stage[stage], rank_of_stage[stage + 1], sent[stage])
             for stage in range(num_stages - 1)
             if rank_of_stage[stage] != rank_of_stage[stage + 1]
         }
-        name = f"{self._groups.share(lambda: uuid4().hex, 'A name of channels')}/{self._pipeline.mesh[0]}"
-        times = measure_links(list(links.values()), self._rank, name, self._device)
+        name = f"{self.groups.share(lambda: uuid4().hex, 'A name of channels')}/{self.pipeline.mesh[0]}"
+        rank = self.pipeline.get_local_rank()
+        times = measure_links(list(links.values()), rank, name, self.device)
         own = (
             {stage: times[link] for stage, link in links.items() if link in times},
-            {stage: self._measure_collectives(stage) for stage in placement.stages_of_rank(self._rank)},
+            {
+                stage: self._measure_collectives(stage)
+                for stage in placement.stages_of_rank(self.pipeline.get_local_rank())
+            },
         )
         after: dict[int, float] = {}
         collectives: dict[int, tuple[float, float]] = {}
-        for links_of, collectives_of in self._groups.gather_in_pipeline(own):
+        for links_of, collectives_of in self.groups.gather_in_pipeline(own):
             after |= links_of
             collectives |= collectives_of
-        replicas = self._groups.gather((after, collectives), "measured links")
+        replicas = self.groups.gather((after, collectives), "measured links")
 
         def mean(values: Sequence[float]) -> float:
             return sum(values) / len(values)
@@ -228,24 +222,24 @@ class CostExchange:
         All ranks copy at once, as in a step: those of a node may share what leads to its memory. On a CPU nothing is
         measured, since copies are not made beside the computation there.
         """
-        split = self._split
+        split = self.split
         resolved = before.per_stage(split.placement.num_stages)
-        if self._device.type != "cuda" or not any(resolved.held_on_host):
+        if self.device.type != "cuda" or not any(resolved.held_on_host):
             return list(resolved.offload)
         own = {
-            stage: measure_host_copies(int(resolved.held_on_host[stage] * BYTES_PER_GIB), self._device)
-            for stage in split.placement.stages_of_rank(self._rank)
+            stage: measure_host_copies(int(resolved.held_on_host[stage] * BYTES_PER_GIB), self.device)
+            for stage in split.placement.stages_of_rank(self.pipeline.get_local_rank())
             if resolved.held_on_host[stage]
         }
-        everywhere = self._groups.gather(self._groups.gather_in_pipeline(own), "measured copies")
+        everywhere = self.groups.gather(self.groups.gather_in_pipeline(own), "measured copies")
         found = [each for of_pipeline in everywhere for each in of_pipeline]
         return [max((each.get(stage, 0.0) for each in found), default=0.0) for stage in range(len(resolved.offload))]
 
     def _measure_collectives(self, stage: int) -> tuple[float, float]:
         """A gather and a reduction of the stage's parameters over the replicas."""
-        if self._data_parallel.size() == 1:
+        if self.data_parallel.size() == 1:
             return 0.0, 0.0
-        partition = self._split.partition
-        num_parameters = sum(self._split.counted.num_parameters[unit] for unit in partition.units_of_stage(stage))
-        itemsize = next((p.dtype.itemsize for p in self._split.module.parameters()), 4)
-        return measure_gather_and_reduce(num_parameters * itemsize, self._data_parallel.get_group(), self._device)
+        partition = self.split.partition
+        num_parameters = sum(self.split.counted.num_parameters[unit] for unit in partition.units_of_stage(stage))
+        itemsize = next((p.dtype.itemsize for p in self.split.module.parameters()), 4)
+        return measure_gather_and_reduce(num_parameters * itemsize, self.data_parallel.get_group(), self.device)

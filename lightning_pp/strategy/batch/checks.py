@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,10 +30,11 @@ NUM_CHECKED = {"training_step": 2, "validation_step": 1}
 """Batches of a run of the trainer that are checked, by step."""
 
 
+@dataclass(eq=False)
 class BatchChecks:
     """Checks that a step makes the same of microbatches as of a batch.
 
-    Args:
+    Attributes:
         preparation: Prepares parts of batches.
         groups: Join the ranks.
         precision: The precision plugin.
@@ -41,28 +43,18 @@ class BatchChecks:
         is_on: Whether anything is checked.
     """
 
-    def __init__(
-        self,
-        preparation: BatchPreparation,
-        groups: ControlGroups,
-        precision: Precision,
-        device: torch.device,
-        forward: Callable[[BatchRun, Sequence[int]], list[Any]],
-        *,
-        is_on: bool,
-    ) -> None:
-        self._preparation = preparation
-        self._groups = groups
-        self._precision = precision
-        self._device = device
-        self._forward = forward
-        self._is_on = is_on
-        self._num_left: dict[str, int] = {}
-        self._told: set[str] = set()
+    preparation: BatchPreparation
+    groups: ControlGroups
+    precision: Precision
+    device: torch.device
+    forward: Callable[[BatchRun, Sequence[int]], list[Any]]
+    is_on: bool = field(kw_only=True)
+    _num_left: dict[str, int] = field(default_factory=dict, init=False)
+    _told: set[str] = field(default_factory=set, init=False)
 
     def start(self) -> None:
         """A run of the trainer begins."""
-        self._num_left = dict(NUM_CHECKED) if self._is_on else {}
+        self._num_left = dict(NUM_CHECKED) if self.is_on else {}
 
     def check(self, call: StepCall, batch: Any, microbatches: Sequence[Microbatch], seed: int) -> bool:
         """Checks the batch if it is one of the first, and returns whether it is.
@@ -75,29 +67,29 @@ class BatchChecks:
         if not left or (call.step == "training_step" and not call.training):  # one that is skipped has been checked
             return False
         self._num_left[call.step] = left - 1
-        if len(microbatches) > 1 or self._groups.num_replicas > 1:
+        if len(microbatches) > 1 or self.groups.num_replicas > 1:
             self._check_part(call, batch, microbatches, seed)
         return True
 
     def _check_part(self, call: StepCall, batch: Any, microbatches: Sequence[Microbatch], seed: int) -> None:
-        module = self._preparation.module
+        module = self.preparation.module
         if call.training:
             tell_of_batch_norm(module, microbatches[0].num_samples)
-        sizes = self._preparation.two_sizes(microbatches, batch)
-        if all(self._groups.gather(sizes is not None, "whether a first batch is checked")) and sizes is not None:
-            tolerance = tolerance_of(module, step_dtypes(self._precision).compute, self._device)
-            units, allows_auxiliary = self._preparation.split.units, self._preparation.allows_auxiliary
-            check = PartCheck(module, call.step, sizes, self._groups, units, tolerance, self._told, allows_auxiliary)
+        sizes = self.preparation.two_sizes(microbatches, batch)
+        if all(self.groups.gather(sizes is not None, "whether a first batch is checked")) and sizes is not None:
+            tolerance = tolerance_of(module, step_dtypes(self.precision).compute, self.device)
+            units, allows_auxiliary = self.preparation.split.units, self.preparation.allows_auxiliary
+            check = PartCheck(module, call.step, sizes, self.groups, units, tolerance, self._told, allows_auxiliary)
             check.run(partial(self._observe, call, sizes.whole.data, seed))
 
     def _observe(
         self, call: StepCall, batch: Any, seed: int, microbatches: Sequence[Microbatch], around: Around
     ) -> Outcome:
         """Runs the step forward on a part of a batch, without a trace; what came of it."""
-        preparation = self._preparation
+        preparation = self.preparation
         with ExitStack() as stack:
             for scope in (
-                generators_untouched(self._device),
+                generators_untouched(self.device),
                 preserved_state(preparation.module),
                 loggers_muted(preparation.module.trainer),
                 trainer_watched(preparation.module),
@@ -114,13 +106,13 @@ class BatchChecks:
             outputs: list[Any] = []
             for indices in each if run.whole is None else [list(range(len(microbatches)))]:
                 with preparation.metrics.suspended():
-                    outputs += self._forward(run, indices)
+                    outputs += self.forward(run, indices)
             moved = {
                 name: buffer.detach().to(torch.float64, copy=True)
                 for name, buffer in preparation.module.named_buffers()
                 if (id(buffer), version_of(buffer)) not in before and not (is_fake(buffer) or buffer.is_complex())
             }
             try:
-                return observed(run, outputs if self._groups.is_last_stage else None, moved)
+                return observed(run, outputs if self.groups.is_last_stage else None, moved)
             except Exception as error:  # the other ranks hear of it when outcomes are exchanged
                 return error

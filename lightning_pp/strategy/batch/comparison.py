@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,10 +17,11 @@ from lightning_pp.strategy.step.frozen import FrozenParameters
 _BATCHES_CHECKED_BEFOREHAND = 2
 
 
+@dataclass(eq=False)
 class BatchComparison:
     """Compares batches in the first two of an epoch before they run; later ones are checked by the report of each.
 
-    Args:
+    Attributes:
         module: The user's module.
         groups: Join the ranks.
         sizes: How many there are.
@@ -27,41 +29,33 @@ class BatchComparison:
         rank: This process's global rank.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        groups: ControlGroups,
-        sizes: ParallelSizes,
-        frozen: FrozenParameters,
-        rank: int,
-    ) -> None:
-        self._module = module
-        self._groups = groups
-        self._sizes = sizes
-        self._frozen = frozen
-        self._rank = rank
-        self._fingerprint: Fingerprint | None = None
+    module: pl.LightningModule
+    groups: ControlGroups
+    sizes: ParallelSizes
+    frozen: FrozenParameters
+    rank: int
+    _fingerprint: Fingerprint | None = field(default=None, init=False)
 
     def note(self, batch: Any, number: int, number_in_run: int) -> None:
         """Remembers the fingerprint of the batch that is about to be run: of all of it in a run's first batches."""
-        if self._sizes.ranks_of_batch > 1:
+        if self.sizes.ranks_of_batch > 1:
             is_read_whole = number_in_run < _BATCHES_CHECKED_BEFOREHAND
-            self._fingerprint = fingerprint(batch, self._rank, None if is_read_whole else number)
+            self._fingerprint = fingerprint(batch, self.rank, None if is_read_whole else number)
 
     def compare(self, call: StepCall, batch: Any) -> None:
         """Raises :class:`BatchError` or :class:`ConfigurationError` where ranks differ; every rank has to call it."""
-        mine, groups = self._fingerprint, self._groups
+        mine, groups = self._fingerprint, self.groups
         if mine is not None and call.batch_idx < _BATCHES_CHECKED_BEFOREHAND:
             given = fingerprint(batch, mine.rank)
-            told = groups.gather_in_pipeline((mine, given, self._frozen.own()))
+            told = groups.gather_in_pipeline((mine, given, self.frozen.own()))
             check_same_batch([mine, *(each for each, _, _ in told if each.rank != mine.rank)], call.batch_idx)
             check_same_given([given, *(each for _, each, _ in told if each.rank != mine.rank)], call.batch_idx)
-            self._frozen.apply(frozen for *_, frozen in told)
+            self.frozen.apply(frozen for *_, frozen in told)
             is_first = call.training and call.batch_idx == 0
-            if is_first and self._sizes.data_parallel > 1 and reads_streams(self._module.trainer):
+            if is_first and self.sizes.data_parallel > 1 and reads_streams(self.module.trainer):
                 warn_of_equal_streams(groups.gather(mine.numbers, "the first batch of an epoch"))
-        elif call.training and self._sizes.ranks_of_batch > 1:
-            self._frozen.check(call.batch_idx)
+        elif call.training and self.sizes.ranks_of_batch > 1:
+            self.frozen.check(call.batch_idx)
 
     def take(self) -> Fingerprint | None:
         """The fingerprint of the batch under way, for its report."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -69,10 +69,11 @@ def observed(run: BatchRun, outputs: Sequence[Any] | None, buffers: Mapping[str,
     )
 
 
+@dataclass(eq=False)
 class PartCheck:
     """Checks one part of one batch; every rank does it together.
 
-    Args:
+    Attributes:
         module: The user's module.
         step: Name of its step.
         sizes: The part, and what it is cut into.
@@ -83,29 +84,22 @@ class PartCheck:
         allows_auxiliary: Whether an auxiliary loss may depend on the cut.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        step: str,
-        sizes: TwoSizes,
-        groups: ControlGroups,
-        units: Mapping[str, nn.Module],
-        tolerance: float,
-        told: set[str],
-        allows_auxiliary: bool,
-    ) -> None:
-        self._told = told
-        self._allows_auxiliary = allows_auxiliary
-        self._module = module
-        self._step = step
-        self._sizes = sizes
-        self._groups = groups
-        self._units = units
-        self._tolerance = tolerance
-        parts = sizes.parts
+    module: pl.LightningModule
+    step: str
+    sizes: TwoSizes
+    groups: ControlGroups
+    units: Mapping[str, nn.Module]
+    tolerance: float
+    told: set[str]
+    allows_auxiliary: bool
+
+    @cached_property
+    def _places(self) -> list[tuple[float, float]]:
+        """Where each part begins in the whole, and its share of it."""
+        parts = self.sizes.parts
         starts = [sum(part.num_samples for part in parts[:index]) for index in range(len(parts))]
         total = sum(part.num_samples for part in parts)
-        self._places = [(start / total, part.num_samples / total) for start, part in zip(starts, parts, strict=True)]
+        return [(start / total, part.num_samples / total) for start, part in zip(starts, parts, strict=True)]
 
     def run(self, observe: Observe) -> None:
         """Compares the two; how that ends on the last stage is known to every rank before one of them goes on.
@@ -120,16 +114,16 @@ class PartCheck:
         """
         draws = Draws()
         with self._failures_explained():
-            whole = _outcome(observe, [self._sizes.whole], self._of_whole(draws))
-            parts = _outcome(observe, self._sizes.parts, self._of_parts(draws))
+            whole = _outcome(observe, [self.sizes.whole], self._of_whole(draws))
+            parts = _outcome(observe, self.sizes.parts, self._of_parts(draws))
         compare = partial(self._compared, whole, parts, draws)
-        told = self._groups.all_or_none(compare, "What a check of a first batch found")
+        told = self.groups.all_or_none(compare, "What a check of a first batch found")
         self._tell_permuted(draws)
         differences = [difference for _, found in told for difference in found]
         if any(differ for differ, _ in told):
-            tell_unchecked(self._step)
+            tell_unchecked(self.step)
             differences = []
-        of_replicas = self._groups.gather(differences, "the check of a first batch")
+        of_replicas = self.groups.gather(differences, "the check of a first batch")
         if not any(of_replicas):
             return
         are_attributes = all(difference.is_attribute for found in of_replicas for difference in found)
@@ -137,22 +131,22 @@ class PartCheck:
         ends_run = any(difference.ends_run for found in of_replicas for difference in found)
         found = Found() if are_harmless else self._culprit(observe, ends_run)
         shown = differences or next(found for found in of_replicas if found)
-        sizes = [part.num_samples for part in self._sizes.parts]
-        code = getattr(inspect.unwrap(getattr(type(self._module), self._step)), "__code__", None)
-        where = self._step if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+        sizes = [part.num_samples for part in self.sizes.parts]
+        code = getattr(inspect.unwrap(getattr(type(self.module), self.step)), "__code__", None)
+        where = self.step if code is None else f"{code.co_filename}:{code.co_firstlineno}"
         if are_harmless:
-            if new := [difference for difference in shown if difference.what not in self._told]:
+            if new := [difference for difference in shown if difference.what not in self.told]:
                 rank_zero_warn(text_about_attributes(new, where))
-            self._told.update(difference.what for difference in new)
+            self.told.update(difference.what for difference in new)
             return
-        if found.auxiliary and self._allows_auxiliary:
-            told_now = set(found.auxiliary) - self._told
+        if found.auxiliary and self.allows_auxiliary:
+            told_now = set(found.auxiliary) - self.told
             if told_now:
                 rank_zero_info(
-                    f"auxiliary_losses='per_microbatch': {self._step} ({where}) has an auxiliary loss, of which each "
+                    f"auxiliary_losses='per_microbatch': {self.step} ({where}) has an auxiliary loss, of which each "
                     f"microbatch has its own: {', '.join(sorted(told_now))}. They are averaged over microbatches."
                 )
-            self._told |= told_now
+            self.told |= told_now
             return
         text = text_about(shown[0], found, sizes, where)
         if ends_run:
@@ -162,8 +156,8 @@ class PartCheck:
 
     def _tell_permuted(self, draws: Draws) -> None:
         for line, number in draws.permuted.items():
-            if number == self._sizes.whole.num_samples and line not in self._told:
-                self._told.add(line)
+            if number == self.sizes.whole.num_samples and line not in self.told:
+                self.told.add(line)
                 rank_zero_warn(
                     f"{line} permutes the samples of each microbatch. One device permutes those of the whole batch. "
                     f"{MIX_BEFORE}"
@@ -171,7 +165,7 @@ class PartCheck:
 
     def _compared(self, whole: Outcome, parts: Outcome, draws: Draws) -> tuple[bool, list[Difference]]:
         """Whether this rank drew differently in the two, and what differs; raises how one of them ended."""
-        if isinstance(whole, NoLossError) != isinstance(parts, NoLossError) and self._groups.is_last_stage:
+        if isinstance(whole, NoLossError) != isinstance(parts, NoLossError) and self.groups.is_last_stage:
             raise ConfigurationError(SKIPPED_IN_PART)
         for outcome in (whole, parts):
             if isinstance(outcome, Exception):
@@ -185,19 +179,19 @@ class PartCheck:
             )
         if not (isinstance(whole, Observed) and isinstance(parts, Observed)):
             return draws.differ, []
-        return draws.differ, find_differences(self._step, whole, parts, self._tolerance)
+        return draws.differ, find_differences(self.step, whole, parts, self.tolerance)
 
     def _attributes_matter(self, observe: Observe, whole: Outcome, parts: Outcome) -> bool:
         """Whether the step computes something else with the attributes that the whole has left than with the parts'."""
         mine = [each.left for each in (whole, parts) if isinstance(each, Observed)]
-        told = self._groups.gather_in_pipeline(mine if self._groups.is_last_stage else None)
+        told = self.groups.gather_in_pipeline(mine if self.groups.is_last_stage else None)
         of_last_stage = next(each for each in told if each is not None)
 
         def after(changes: Sequence[Left], on_whole: Around) -> Around:
             @contextmanager
             def around(index: int, stage: int | None) -> Iterator[None]:
                 for each in changes:
-                    each.apply(self._module)
+                    each.apply(self.module)
                 with on_whole(index, stage):
                     yield
 
@@ -205,11 +199,11 @@ class PartCheck:
 
         pairs = zip(of_last_stage, mine, strict=True)
         first, second = (
-            _outcome(observe, [self._sizes.whole], after(changes, self._of_whole(Draws()))) for changes in pairs
+            _outcome(observe, [self.sizes.whole], after(changes, self._of_whole(Draws()))) for changes in pairs
         )
-        outcomes = self._groups.all_or_none(partial(self._compared, first, second, Draws()), "What attributes do")
+        outcomes = self.groups.all_or_none(partial(self._compared, first, second, Draws()), "What attributes do")
         matters = any(not difference.is_attribute for _, found in outcomes for difference in found)
-        return any(self._groups.gather(matters, "what attributes do"))
+        return any(self.groups.gather(matters, "what attributes do"))
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
@@ -220,9 +214,9 @@ class PartCheck:
             raise
         except Exception as error:
             if innermost_user_line(error) != UNKNOWN_LINE:  # otherwise not the user's step: another rank has failed
-                sizes = " and ".join(map(str, sorted({part.num_samples for part in self._sizes.parts})))
+                sizes = " and ".join(map(str, sorted({part.num_samples for part in self.sizes.parts})))
                 note = (
-                    f"{self._step} was run on parts of the first batch, of {self._sizes.whole.num_samples} and of "
+                    f"{self.step} was run on parts of the first batch, of {self.sizes.whole.num_samples} and of "
                     f"{sizes} samples, to check that its loss adds up. If it works for microbatches, "
                     "check_first_batches=False turns this check off."
                 )
@@ -244,49 +238,49 @@ class PartCheck:
         """
         draws = Draws()
         of_whole: dict[int, Seen] = {}
-        of_parts: list[dict[int, Seen]] = [{} for _ in self._sizes.parts]
-        buffers = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
+        of_parts: list[dict[int, Seen]] = [{} for _ in self.sizes.parts]
+        buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
 
         def around(context: Any, of_run: dict[int, Seen], stage: int | None, share: float) -> ExitStack:
             stack = ExitStack()
-            for name, buffer in self._module.named_buffers():  # as before the batch, whatever a part has left
-                if name in buffers and not self._allows_auxiliary:  # then nothing else may be the reason
+            for name, buffer in self.module.named_buffers():  # as before the batch, whatever a part has left
+                if name in buffers and not self.allows_auxiliary:  # then nothing else may be the reason
                     buffer.detach().copy_(buffers[name])
             stack.enter_context(context)
             if stage is not None:
                 seen = of_run.setdefault(stage, Seen(share))
                 if of_run is not of_whole and stage in of_whole:
                     seen.auxiliary = AuxiliaryLosses(of_whole[stage].functions, share)
-                stack.enter_context(watched(seen, self._module, self._units))
+                stack.enter_context(watched(seen, self.module, self.units))
             return stack
 
         on_whole, on_parts = self._of_whole(draws), self._of_parts(draws)
-        whole = observe([self._sizes.whole], lambda index, stage: around(on_whole(index, stage), of_whole, stage, 1.0))
+        whole = observe([self.sizes.whole], lambda index, stage: around(on_whole(index, stage), of_whole, stage, 1.0))
         parts = observe(
-            self._sizes.parts,
+            self.sizes.parts,
             lambda index, stage: around(on_parts(index, stage), of_parts[index], stage, self._places[index][1]),
         )
-        outcomes = self._groups.all_or_none(partial(self._compared, whole, parts, draws), "What a check found again")
+        outcomes = self.groups.all_or_none(partial(self._compared, whole, parts, draws), "What a check found again")
         left = [each for _, found in outcomes for each in found if not each.is_attribute]
         weights = [share for _, share in self._places]
         found: dict[int, Culprit] = {}
         # each part's loss would be that of the whole if there were nothing else in it
         assert isinstance(whole, Observed) and isinstance(parts, Observed)
-        is_alone = self._groups.is_last_stage and all(is_close(loss, whole.loss, 1e-9) for loss in parts.losses)
-        lines, are_losses = set[str](), not is_alone or (self._allows_auxiliary and not whole.losses)
+        is_alone = self.groups.is_last_stage and all(is_close(loss, whole.loss, 1e-9) for loss in parts.losses)
+        lines, are_losses = set[str](), not is_alone or (self.allows_auxiliary and not whole.losses)
         for stage, seen in of_whole.items():
             others = [part[stage] for part in of_parts if stage in part]
-            culprit = first_culprit(seen, others, weights, self._tolerance) if len(others) == len(of_parts) else None
+            culprit = first_culprit(seen, others, weights, self.tolerance) if len(others) == len(of_parts) else None
             if culprit is not None:
-                found[stage] = replace(culprit, at_end=self._groups.is_last_stage and stage == max(of_whole))
+                found[stage] = replace(culprit, at_end=self.groups.is_last_stage and stage == max(of_whole))
             lines = lines.union(*(other.auxiliary.lines for other in others))
             are_losses = are_losses and are_only_losses(seen, others, weights)
         moved = {name for seen in of_whole.values() for name in seen.moved}
-        told = self._groups.gather_in_pipeline((found, moved, lines, are_losses))
+        told = self.groups.gather_in_pipeline((found, moved, lines, are_losses))
         everywhere = {stage: culprit for one, *_ in told for stage, culprit in one.items()}
         is_explained = all(are for *_, are in told) and not any(each.ends_run or not ends_run for each in left)
         lines = lines.union(*(each for *_, each, _ in told))
-        of_replicas = self._groups.gather((is_explained, lines), "the auxiliary losses of a first batch")
+        of_replicas = self.groups.gather((is_explained, lines), "the auxiliary losses of a first batch")
         return Found(
             everywhere[min(everywhere)] if everywhere else None,
             [] if left else sorted({name for _, names, *_ in told for name in names}),

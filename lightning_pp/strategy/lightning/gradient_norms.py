@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,10 +24,11 @@ Clip = Callable[[list[nn.Parameter], float, float], Tensor]
 """Clips this rank's part of what all ranks clip, by the norm of all of it; every rank has to call it."""
 
 
+@dataclass(frozen=True, eq=False)
 class GradientNorms:
     """What ``grad_norm(module)`` and ``clip_grad_norm_`` are on one device, for a module of which this rank has a part.
 
-    Args:
+    Attributes:
         module: The user's module, or what it is part of.
         fake_parameters: Know all its parameters.
         groups: Join the ranks of the pipeline.
@@ -34,36 +36,28 @@ class GradientNorms:
         cut: Names of the parameters of which each tensor rank has a part.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        fake_parameters: FakeParameters,
-        groups: ControlGroups,
-        clip: Clip,
-        cut: Collection[str] = (),
-    ) -> None:
-        self._module = module
-        self._fake_parameters = fake_parameters
-        self._groups = groups
-        self._clip = clip
-        self._cut = cut
+    module: pl.LightningModule
+    fake_parameters: FakeParameters
+    groups: ControlGroups
+    clip: Clip
+    cut: Collection[str] = ()
 
     def __call__(
         self, original: Callable[..., dict[str, Any]], module: nn.Module, norm_type: Any, group_separator: str = "/"
     ) -> dict[str, Any]:
         """As Lightning's; every rank of the pipeline, and of a stage's replicas, has to call it."""
-        with self._fake_parameters.all_parameters():
+        with self.fake_parameters.all_parameters():
             listed = dict(module.named_parameters())
-            known = {parameter: name for name, parameter in self._module.named_parameters()}
+            known = {parameter: name for name, parameter in self.module.named_parameters()}
         if not all(parameter in known for parameter in listed.values()):
             return original(module, norm_type, group_separator)
         kind = float(norm_type)
         own = self._own_norms(kind, {known[p]: p for p in listed.values()})
         found, holders = dict[str, tuple[float, torch.dtype]](), dict[str, int]()
-        told = self._groups.gather_in_pipeline({name: (*norm, name in self._cut) for name, norm in own.items()})
+        told = self.groups.gather_in_pipeline({name: (*norm, name in self.cut) for name, norm in own.items()})
         for rank, part in enumerate(told):
             for name, (norm, dtype, is_cut) in part.items():
-                stage = rank // self._groups.num_tensor_ranks
+                stage = rank // self.groups.num_tensor_ranks
                 if is_cut and holders.setdefault(name, stage) != stage:  # tied to a unit of another stage
                     continue
                 if is_cut and name in found:  # parts of tensor ranks
@@ -71,7 +65,7 @@ class GradientNorms:
                     norm = float(torch.linalg.vector_norm(parts, kind))
                 found[name] = norm, dtype
         here = {name: found[known[parameter]] for name, parameter in listed.items() if known[parameter] in found}
-        device = self._fake_parameters.device
+        device = self.fake_parameters.device
         # numbers go to the device with the calls that write them there, which no host waits for
         norms: dict[str, Any] = {
             f"grad_{kind}_norm{group_separator}{name}": torch.full((), norm, dtype=dtype, device=device)
@@ -112,12 +106,12 @@ class GradientNorms:
             RuntimeError: The norm is not finite, and that is an error.
         """
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        owned = dict.fromkeys(self._module.parameters())
+        owned = dict.fromkeys(self.module.parameters())
         real = [parameter for parameter in given if not is_fake(parameter)]
         if any(parameter not in owned for parameter in real):
             return original(given, max_norm, norm_type, error_if_nonfinite, foreach)
         wanted = set(real)
-        total = self._clip([parameter for parameter in owned if parameter in wanted], float(max_norm), float(norm_type))
+        total = self.clip([parameter for parameter in owned if parameter in wanted], float(max_norm), float(norm_type))
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
                 f"The gradients have the total norm {float(total)} (order {norm_type}), so they cannot be clipped by "
