@@ -11,7 +11,7 @@ from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
 from lightning_pp.schedule.merging import split_backwards
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class ProgramCache:
     """Programs by number of microbatches, made when first needed, on every rank alike.
 
@@ -35,12 +35,6 @@ class ProgramCache:
     _training: dict[int, Schedule] = field(default_factory=dict, init=False)
     _measured: dict[int, Schedule] = field(default_factory=dict, init=False)
     _evaluation: dict[int, Schedule] = field(default_factory=dict, init=False)
-
-    def use(self, found: Schedule | None, costs: StageCosts, memory_limit: float | Sequence[float] | None) -> None:
-        """From now on programs come from ``found``, or the source if None, and these costs and limits count."""
-        self.found, self.costs, self.memory_limit = found, costs, memory_limit
-        self._training.clear()
-        self._measured.clear()
 
     def training(self, num_microbatches: int) -> Schedule:
         """Forward and backward of a batch of ``num_microbatches``.

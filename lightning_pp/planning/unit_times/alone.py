@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,10 +33,11 @@ from lightning_pp.split.unit_calls.interception import CallHandler, UnitCalls
 _SPREAD = 0.02  # of random parameters: of the size that initialisers give
 
 
+@dataclass(eq=False)
 class UnitsAlone:
     """Some units of a model, with memory, and ready to run. To be used within :meth:`ready`.
 
-    Args:
+    Attributes:
         recording: The model.
         group: The units.
         step: Runs the user's step on the microbatch that was recorded.
@@ -43,31 +45,25 @@ class UnitsAlone:
         zeros: Whether they receive zeros, which serve as indices as well, instead of random values.
     """
 
-    def __init__(
-        self,
-        recording: RecordedModel,
-        group: Group,
-        step: Callable[[Any], Any],
-        device: torch.device,
-        zeros: bool = False,
-    ) -> None:
-        self._zeros = zeros
-        self._recording = recording
-        self._group = group
-        self._step = step
-        self._device = device
-        self._plan, self._stage = _plan_around(recording, group)
-        self._calls = UnitCalls(recording.units)
-        self._runner = StageRunner(self._stage, recording.units, self._calls, recording.recomputation)
+    recording: RecordedModel
+    group: Group
+    step: Callable[[Any], Any]
+    device: torch.device
+    zeros: bool = False
+
+    def __post_init__(self) -> None:
+        self._plan, self._stage = _plan_around(self.recording, self.group)
+        self._calls = UnitCalls(self.recording.units)
+        self._runner = StageRunner(self._stage, self.recording.units, self._calls, self.recording.recomputation)
         # calls whose time counts, with the code before them
-        self._owned = {call.index for call in calls_of(recording, group.units)}
+        self._owned = {call.index for call in calls_of(self.recording, self.group.units)}
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Within, the units have parameters with random values on the device; everything else has none."""
-        recording = self._recording
+        recording = self.recording
         with ExitStack() as stack:
-            stack.enter_context(generators_untouched(self._device))
+            stack.enter_context(generators_untouched(self.device))
             torch.manual_seed(0)
             stack.enter_context(recording.fake_parameters.all_fake(lambda fake, name: None))
             stack.enter_context(recording.fake_parameters.replaced(self._parameters()))
@@ -79,21 +75,21 @@ class UnitsAlone:
 
     def run(self) -> UnitCost:
         """Milliseconds of F, I and W of one microbatch."""
-        plan, now = self._plan, partial(moment, self._device)
+        plan, now = self._plan, partial(moment, self.device)
         received = [(edge.value, self._made_up(edge.spec)) for edge in plan.stages[self._stage].receives]
         marks = [now()]
         in_flight, output = self._runner.forward(
             plan,
-            lambda: self._step(UnrecordedRun(copies_batch=plan.record.edits_batch)),
+            lambda: self.step(UnrecordedRun(copies_batch=plan.record.edits_batch)),
             lambda: received,
-            StepRandomness(0, self._device),
+            StepRandomness(0, self.device),
             with_gradients=True,
             splits_backward=True,
             watch=lambda handler: self._marking(handler, marks),
         )
         marks.append(now())
         forward = [index for index in range(len(marks) - 1) if index in self._owned]
-        if self._group.is_last:
+        if self.group.is_last:
             forward.append(len(marks) - 2)
             in_flight.loss = _loss_of(output)
         gradients = self._gradients(in_flight.outputs)
@@ -109,14 +105,14 @@ class UnitsAlone:
 
     def _marking(self, handler: CallHandler, marks: list[Any]) -> CallHandler:
         """``handler`` with a mark after each call that the step was recorded with."""
-        head = self._recording.record.split_head
+        head = self.recording.record.split_head
 
         def marked(unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             try:
                 return handler(unit, original, args, kwargs)
             finally:
                 if unit != head:
-                    marks.append(moment(self._device))
+                    marks.append(moment(self.device))
 
         return marked
 
@@ -127,28 +123,28 @@ class UnitsAlone:
         return [(value, torch.randn_like(sent[value])) for value in values if value in sent]
 
     def _made_up(self, spec: TensorSpec) -> Tensor:
-        if self._zeros or not (spec.dtype.is_floating_point or spec.dtype.is_complex):
-            return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
-        return torch.randn(spec.shape, dtype=spec.dtype, device=self._device)
+        if self.zeros or not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+            return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+        return torch.randn(spec.shape, dtype=spec.dtype, device=self.device)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """New parameters by canonical name: those of the units, and those that the code around them uses."""
-        recording, fakes = self._recording, self._recording.fake_parameters
+        recording, fakes = self.recording, self.recording.fake_parameters
         names: set[str] = set()
-        for unit in self._group.units:
+        for unit in self.group.units:
             for key, _ in recording.units[unit].named_parameters(remove_duplicate=False):
                 names.add(fakes.canonical_names[f"{unit}.{key}"])
-        for call in calls_of(recording, self._group.units):
+        for call in calls_of(recording, self.group.units):
             names |= call.reads.parameters.keys()
-        if self._group.is_last:
+        if self.group.is_last:
             names |= recording.record.tail.parameters.keys()
         return {name: self._parameter(name) for name in sorted(names)}
 
     def _parameter(self, name: str) -> nn.Parameter:
-        fakes = self._recording.fake_parameters
+        fakes = self.recording.fake_parameters
         like = fakes.parameter(name)
         dtype = fakes.compute_dtype if fakes.is_cast(name) else like.dtype
-        values = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=self._device)
+        values = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=self.device)
         if values.is_floating_point() or values.is_complex():
             values.normal_(0.0, _SPREAD)
         else:

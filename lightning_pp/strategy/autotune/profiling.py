@@ -200,7 +200,8 @@ class TunedPrograms:
             rank_zero_warn(report)
         else:
             limit = self._options.memory_limit(measured.costs, schedule.placement, self._room_gib)
-            self._cache.use(schedule if is_searched else None, measured.costs, limit)
+            found = schedule if is_searched else None
+            self._cache = replace(self._cache, found=found, costs=measured.costs, memory_limit=limit)
             rank_zero_info(report)
 
     def _search(self, measured: Measured) -> tuple[Schedule | None, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -68,10 +68,11 @@ class ReportedBatch(NamedTuple):
     raises: bool = False
 
 
+@dataclass(eq=False)
 class BatchReport:
     """The report of one batch on one rank; every rank of the pipeline makes it before the step.
 
-    Args:
+    Attributes:
         line: Carries the report.
         logs: What the microbatches log.
         merge: Merges what they returned and changed; called on the last stage.
@@ -79,32 +80,21 @@ class BatchReport:
         device: Where this rank computes.
         metrics: Those of the module, whose counts of updates are told; None for none.
         trainer: The step may set its ``should_stop``; None: nobody looks.
-
-    Attributes:
         nonfinite: Once it is taken up, which loss of the global batch is not finite, in words; None for none.
     """
 
-    def __init__(
-        self,
-        line: MessageLine,
-        logs: StepLogs,
-        merge: Callable[[Sequence[Any]], Merged],
-        *,
-        batch: ReportedBatch,
-        device: torch.device,
-        metrics: PipelineMetrics | None = None,
-        trainer: pl.Trainer | None = None,
-    ) -> None:
-        self._trainer = trainer
-        self.nonfinite: str | None = None
-        self._line = line
-        self._metrics = metrics
-        self._logs = logs
-        self._merge = merge
-        self._batch = batch
-        self._device = device
-        self._own: Merged | None = None
-        self._message: Future[_Content] | None = None if line.groups.is_source else line.listen()
+    line: MessageLine
+    logs: StepLogs
+    merge: Callable[[Sequence[Any]], Merged]
+    batch: ReportedBatch = field(kw_only=True)
+    device: torch.device = field(kw_only=True)
+    metrics: PipelineMetrics | None = field(default=None, kw_only=True)
+    trainer: pl.Trainer | None = field(default=None, kw_only=True)
+    nonfinite: str | None = field(default=None, init=False)
+    _own: Merged | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._message: Future[_Content] | None = None if self.line.groups.is_source else self.line.listen()
 
     def send(self, outputs: Sequence[Any]) -> None:
         """Starts to tell the others, on the last stage after its last forward; waits for nobody, nor for the device.
@@ -114,38 +104,38 @@ class BatchReport:
         Args:
             outputs: What the step returned for each microbatch.
         """
-        if not self._line.groups.is_source:
+        if not self.line.groups.is_source:
             return
         copies = HostCopies()
-        self._logs.to_host(copies)
+        self.logs.to_host(copies)
         packed: Any = None
         failure: Exception | None = None
         try:
-            self._own = self._merge(outputs)
-            packed = packed_outputs(self._own, copies) if self._line.groups.batch is not None else None
+            self._own = self.merge(outputs)
+            packed = packed_outputs(self._own, copies) if self.line.groups.batch is not None else None
         except Exception as error:  # every rank of the pipeline raises it at the end of its step
             failure = error
-        counted = outputs[: len(self._batch.weights)] if self._batch.finite_in is not None else ()
+        counted = outputs[: len(self.batch.weights)] if self.batch.finite_in is not None else ()
         losses = [copies.copy(loss_of(output)) for output in counted]
         copies.end()
-        counts = [] if self._metrics is None else self._metrics.update_counts()
-        should_stop = self._trainer is not None and self._trainer.should_stop
+        counts = [] if self.metrics is None else self.metrics.update_counts()
+        should_stop = self.trainer is not None and self.trainer.should_stop
 
         def produce() -> _Content:
             copies.wait()
-            calls, total, finding = self._logs.merge_over_replicas(
-                self._batch.weights,
-                self._batch.num_samples,
-                self._line.groups,
-                _not_finite(losses, self._batch.finite_in),
+            calls, total, finding = self.logs.merge_over_replicas(
+                self.batch.weights,
+                self.batch.num_samples,
+                self.line.groups,
+                _not_finite(losses, self.batch.finite_in),
             )
             if failure is not None:
                 raise failure
-            if finding is not None and self._batch.raises:
+            if finding is not None and self.batch.raises:
                 raise NonFiniteError(finding)
-            return _Content(calls, total, packed, self._batch.fingerprint, counts, finding, should_stop)
+            return _Content(calls, total, packed, self.batch.fingerprint, counts, finding, should_stop)
 
-        self._message = self._line.send(produce)
+        self._message = self.line.send(produce)
 
     def receive_and_apply(self, module: pl.LightningModule, batch_idx: int) -> Merged:
         """At the end of this rank's step: waits for the report, and hands Lightning what was logged.
@@ -165,7 +155,7 @@ class BatchReport:
         assert self._message is not None
         content = self._message.result()
         self.nonfinite = content.nonfinite
-        mine, theirs = self._batch.fingerprint, content.fingerprint
+        mine, theirs = self.batch.fingerprint, content.fingerprint
         if mine is not None and theirs is not None:
             check_same_batch([mine, theirs], batch_idx)
         replay(module, content.calls, content.num_samples)
@@ -173,9 +163,9 @@ class BatchReport:
             module.trainer.should_stop = True
         if self._own is not None:
             return self._own
-        if self._metrics is not None:
-            self._metrics.apply_counts(content.update_counts)
-        merged: Merged = unpacked_outputs(content.merged, self._device)
+        if self.metrics is not None:
+            self.metrics.apply_counts(content.update_counts)
+        merged: Merged = unpacked_outputs(content.merged, self.device)
         return merged
 
 
