@@ -10,7 +10,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import StageCosts
 from lightning_pp.split.cut.unit_costs import UnitCost, calibrated, stage_costs
 from lightning_pp.telemetry.diagnosis.evidence import Evidence
-from lightning_pp.telemetry.diagnosis.finding import Finding, hydra_list
+from lightning_pp.telemetry.diagnosis.finding import Finding, as_option
 
 _MOST_OF_A_STAGE = 0.75
 _FAR_SLOWER = 1.3
@@ -91,13 +91,12 @@ def balance_finding(evidence: Evidence) -> Finding | None:
     held = placement.stages_of_rank(longest)
     name = f"Stage {held[0]}" if len(held) == 1 else f"Rank {longest}"
     more = work[longest] * len(work) / sum(work) - 1
-    return Finding(
+    return evidence.finding(
         "cuts",
         f"{name} takes {more:.0%} longer than the mean and holds up the step.",
         f"Cutting before {' and '.join(points)}",
         gain,
-        gain / evidence.step_ms,
-        *_cut_options(points),
+        *as_option("split_points", points),
     )
 
 
@@ -115,13 +114,9 @@ def _of_slow_rank(
         f"others would save {best:.0f} ms a step ({best / evidence.step_ms:.0%})."
     )
     if gain <= 0 or not points:
-        return Finding("slow_rank", seen, "Repairing it", best, best / evidence.step_ms)
+        return evidence.finding("slow_rank", seen, "Repairing it", best)
     remedy = f"Cutting for its speed, before {' and '.join(points)},"
-    return Finding("slow_rank", seen, remedy, gain, gain / evidence.step_ms, *_cut_options(points))
-
-
-def _cut_options(points: Sequence[str]) -> tuple[str, str]:
-    return f"strategy.split_points={hydra_list(points)}", f"split_points={list(points)}"
+    return evidence.finding("slow_rank", seen, remedy, gain, *as_option("split_points", list(points)))
 
 
 def _costs_of(

@@ -9,7 +9,7 @@ from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule import Schedule, build_schedule
 from lightning_pp.schedule.registry import families_allowing, schedule_family
 from lightning_pp.telemetry.diagnosis.evidence import Evidence, arrivals
-from lightning_pp.telemetry.diagnosis.finding import Finding
+from lightning_pp.telemetry.diagnosis.finding import Finding, as_option
 from lightning_pp.telemetry.diagnosis.step_model import StepModel, scaled
 
 _NEARLY_THE_BEST = 0.9
@@ -52,15 +52,13 @@ def microbatch_finding(evidence: Evidence) -> Finding | None:
     best = near[0]
     gain = model.step_ms - best.model.step_ms
     smaller = num_samples / best.model.schedule.num_microbatches
-    return Finding(
+    return evidence.finding(
         "microbatches",
         f"{now.num_microbatches} microbatches on {now.placement.num_ranks} ranks leave {model.bubble:.0%} bubble. "
         f"{best.name} microbatches of size {smaller:g} would leave {best.model.bubble:.0%}, if as fast per row.",
         f"{best.name} microbatches",
         gain,
-        gain / evidence.step_ms,
-        f"strategy.num_microbatches={best.name}",
-        f"num_microbatches={best.name}",
+        *as_option("num_microbatches", int(best.name)),
     )
 
 
@@ -74,15 +72,13 @@ def schedule_finding(evidence: Evidence) -> Finding | None:
     steady = replace(model, arrivals=arrivals(model.schedule, evidence.ranks, min))
     steady_gain = steady.step_ms - steady.with_schedule(best.model.schedule).step_ms
     gain = min(steady_gain, model.step_ms - best.model.step_ms)
-    return Finding(
+    return evidence.finding(
         "schedule",
         f"{model.schedule.name} leaves {model.bubble:.0%} bubble. {best.name} would leave {best.model.bubble:.0%}"
         f"{held_text(evidence, best.held, _most_held(model))}.",
         best.name,
         gain,
-        gain / evidence.step_ms,
-        f"strategy.schedule={best.name}",
-        f"schedule={best.name!r}",
+        *as_option("schedule", best.name),
     )
 
 

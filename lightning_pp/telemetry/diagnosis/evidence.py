@@ -10,6 +10,7 @@ from typing import NamedTuple
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import Action, ActionKind, Schedule, StageCosts
 from lightning_pp.split.cut.unit_costs import UnitCost
+from lightning_pp.telemetry.diagnosis.finding import Finding
 from lightning_pp.telemetry.diagnosis.step_model import Arrivals, StepModel
 
 _WAITED_MS = 0.05
@@ -114,6 +115,10 @@ class Evidence:
     def schedule(self) -> Schedule:
         """What was run."""
         return self.model.schedule
+
+    def finding(self, cause: str, seen: str, remedy: str, gain_ms: float, *options: str) -> Finding:
+        """A :class:`Finding`, with its gain by the measured time of a step."""
+        return Finding(cause, seen, remedy, gain_ms, gain_ms / self.step_ms, *options)
 
     @classmethod
     def of(cls, schedule: Schedule, ranks: Sequence[RankEvidence], facts: PlanFacts) -> Evidence:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,6 +41,7 @@ class Finding:
         return {**asdict(self), "text": self.text}
 
 
-def hydra_list(values: Sequence[object]) -> str:
-    """A list as Hydra reads it from a command line, in quotes for the shell."""
-    return "'[" + ",".join(map(str, values)) + "]'"
+def as_option(name: str, value: object) -> tuple[str, str]:
+    """An option of the strategy as :attr:`Finding.override`, a list quoted for the shell, and as its ``argument``."""
+    text = f"'[{','.join(map(str, value))}]'" if isinstance(value, list) else value
+    return f"strategy.{name}={text}", f"{name}={value!r}"

@@ -8,7 +8,7 @@ from statistics import median
 
 from lightning_pp.telemetry.diagnosis.bubbles import best_schedule, held_text
 from lightning_pp.telemetry.diagnosis.evidence import Evidence, arrivals
-from lightning_pp.telemetry.diagnosis.finding import Finding
+from lightning_pp.telemetry.diagnosis.finding import Finding, as_option
 from lightning_pp.telemetry.diagnosis.step_model import Arrivals
 
 _FAR_SLOWER = 3.0
@@ -34,13 +34,12 @@ def data_finding(evidence: Evidence) -> Finding | None:
         return None
     left = max(0.0, batch_ms / number - without)
     gain = evidence.model.step_ms - evidence.model.without([ms - min(ms, left) for ms in waits]).step_ms
-    return Finding(
+    return evidence.finding(
         "data",
         f"Rank {slowest}{f' on host {rank.host}' if rank.host else ''} waits {rank.data_ms / rank.step_ms:.0%} of each "
         f"step for its loader, which has {workers or 'no'} worker process{'' if workers == 1 else 'es'}.",
         f"{number} worker processes",
         gain,
-        gain / evidence.step_ms,
         f"data.num_workers={number}",
         f"DataLoader(num_workers={number})",
     )
@@ -85,16 +84,14 @@ def link_finding(evidence: Evidence) -> Finding | None:
     gain = model.step_ms - best.model.step_ms if best is not None else 0.0
     if best is None or gain < possible * _WORTH_A_CURE:
         remedy = "A link that is as fast as the others" if others else "A link that takes no time"
-        return Finding("slow_link", f"{seen}.", remedy, possible, possible / evidence.step_ms)
+        return evidence.finding("slow_link", f"{seen}.", remedy, possible)
     held = held_text(evidence, best.held, max(model.schedule.simulate(model.costs).peak_memory))
-    return Finding(
+    return evidence.finding(
         "slow_link",
         f"{seen}. {best.name} has work that hides more of this wait{held}.",
         best.name,
         gain,
-        gain / evidence.step_ms,
-        f"strategy.schedule={best.name}",
-        f"schedule={best.name!r}",
+        *as_option("schedule", best.name),
     )
 
 

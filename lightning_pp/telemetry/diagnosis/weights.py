@@ -73,11 +73,10 @@ def weight_finding(evidence: Evidence) -> Finding | None:
     all_deferred = replace(model.costs, backward_input=backward_input, backward_weight=backward_weight)
     gain = model.step_ms - model.with_costs(all_deferred).step_ms
     named = enumerate_names(names, 3)
-    return Finding(
+    return evidence.finding(
         "weight_gradients",
         f"The weight gradients of {named} (stage{'' if len(stages) == 1 else 's'} {', '.join(map(str, stages))}) are "
         "not deferred: weight @ input, einsum, functions of your own and code that you compile compute them in I.",
         "Deferring them (F.linear or @ with the parameter, or a unit's own backward_dw())",
         gain,
-        gain / evidence.step_ms,
     )
