@@ -101,8 +101,8 @@ def test_one_layer_makes_process_groups() -> None:
 BUDGETS = {
     ("split",): 12_796,
     ("strategy",): 12_710,
-    ("cli", "conf", "doctor"): 9_268,
-    ("telemetry", "callbacks"): 4_356,
+    ("cli", "conf", "doctor"): 9_266,
+    ("telemetry", "callbacks"): 4_316,
     ("schedule",): 4_903,
     ("planning",): 5_534,
     ("runtime",): 4_572,

@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_pp.telemetry import PIPELINE_METRICS, STAGE_METRICS
-from lightning_pp.telemetry.metric_table import stage_metric
+from lightning_pp.telemetry.metric_table import PIPELINE_METRICS, STAGE_METRICS, stage_metric
 
 DOCUMENT = Path(__file__).parents[1] / "training" / "metrics.md"
 TABLES = re.compile(r"(?<=<!-- metrics -->\n).*?(?=<!-- end of metrics -->)", re.DOTALL)

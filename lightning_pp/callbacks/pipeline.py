@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 
 from lightning_pp.planning.schedules.predictions import Prediction
-from lightning_pp.telemetry import MeasurablePipeline
+from lightning_pp.telemetry.measurement import MeasurablePipeline
 
 
 class LoggedPipeline(MeasurablePipeline, Protocol):

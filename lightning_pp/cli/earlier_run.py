@@ -95,7 +95,8 @@ class EarlierRun:
                 f"resume={path} is a run of another program (its configuration is {sources.get('main')}). Resume it "
                 "with that program, from a checkpoint."
             )
-        return cls(folder, overrides, config, working_folder, _path_of(sources.get("command-line")))
+        given = sources.get("command-line")
+        return cls(folder, overrides, config, working_folder, given and given.removeprefix("file://"))
 
     def overrides_to_go_on(self, overrides: Iterable[str]) -> list[str]:
         """What composes the configuration of this run with ``overrides`` on top.
@@ -204,10 +205,6 @@ def _parsed(overrides: Iterable[str]) -> list[Override]:
         return OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         raise UserError(str(error)) from error
-
-
-def _path_of(source: str | None) -> str | None:
-    return None if source is None else source.removeprefix("file://")
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

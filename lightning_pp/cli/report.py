@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_pp.telemetry import Diagnosis, PipelineReport, StageReport
+from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis
+from lightning_pp.telemetry.report import PipelineReport, StageReport
 
 WIDTH = 140
 

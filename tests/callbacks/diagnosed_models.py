@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineMonitor, PipelineParallelStrategy
-from lightning_pp.telemetry import Finding
 from lightning_pp.telemetry.diagnosis import diagnose
 from lightning_pp.telemetry.diagnosis.collection import NUM_STEPS
+from lightning_pp.telemetry.diagnosis.finding import Finding
 
 BATCH_SIZE = 8
 

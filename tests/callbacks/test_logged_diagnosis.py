@@ -14,7 +14,8 @@ from wandb_runs import records, summary_of
 from wandb_runs import table as table_of
 
 from lightning_pp.callbacks.monitor.logger_outputs import LoggerOutputs
-from lightning_pp.telemetry import Diagnosis, Finding
+from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis
+from lightning_pp.telemetry.diagnosis.finding import Finding
 
 FINDING = Finding("data", "Rank 0 waits.", "4 workers", 12.0, 0.2, "data.num_workers=4", "num_workers=4")
 

@@ -32,7 +32,7 @@ from wandb_runs import table as table_of
 
 from lightning_pp import PipelineMonitor
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.telemetry import PIPELINE_METRICS, STAGE_METRICS
+from lightning_pp.telemetry.metric_table import PIPELINE_METRICS, STAGE_METRICS
 
 TIMES = ["forward_ms", "backward_input_ms", "backward_weight_ms"]
 COLLECTIVES, EXTENTS = ("gather", "reduce"), ("exposed", "hidden")

@@ -11,17 +11,11 @@ from virtual_time import run_in_virtual_time
 
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import Action, ActionKind, StageCosts, build_schedule
-from lightning_pp.telemetry import (
-    PIPELINE_METRICS,
-    STAGE_METRICS,
-    Measurements,
-    RankReading,
-    RankSums,
-    StepPrediction,
-    Throughput,
-    longest_span_bubble,
-)
-from lightning_pp.telemetry.sums import imbalance_of
+from lightning_pp.telemetry.metric_table import PIPELINE_METRICS, STAGE_METRICS
+from lightning_pp.telemetry.reading import RankReading, StepPrediction
+from lightning_pp.telemetry.report import Measurements
+from lightning_pp.telemetry.sums import RankSums, imbalance_of, longest_span_bubble
+from lightning_pp.telemetry.throughput import Throughput
 
 
 def readings(peaks_gib: list[float]) -> list[RankReading]:

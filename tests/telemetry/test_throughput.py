@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pp.telemetry import BatchClock, Throughput, count_tokens, read_peak_memory_gib
+from lightning_pp.telemetry.memory import read_peak_memory_gib
+from lightning_pp.telemetry.throughput import BatchClock, Throughput, count_tokens
 
 IDS = torch.zeros(4, 7, dtype=torch.int64)
 

@@ -11,7 +11,9 @@ from simulated_steps import schedule_and_costs, simulated_times
 
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import ActionKind, Sharding, StageCosts, build_schedule, insert_sharding
-from lightning_pp.telemetry import Timeline, chrome_trace, text_timeline
+from lightning_pp.telemetry import chrome_trace
+from lightning_pp.telemetry.timeline.step import Timeline
+from lightning_pp.telemetry.timeline.text import text_timeline
 
 SCHEDULES = ["gpipe", "1f1b", "zb_h1", "zb_v", "interleaved_1f1b"]
 ANSI = re.compile(r"\x1b\[[0-9;]*m")

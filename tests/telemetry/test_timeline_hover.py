@@ -10,7 +10,8 @@ import pytest
 from simulated_steps import schedule_and_costs, simulated_times
 from timeline_browsers import Point, point_in_chromium, point_in_v8
 
-from lightning_pp.telemetry import RecordedStep, Timeline, html_timeline
+from lightning_pp.telemetry import RecordedStep, html_timeline
+from lightning_pp.telemetry.timeline.step import Timeline
 
 PLANNED, MEASURED = 0, 1
 

@@ -19,8 +19,9 @@ from virtual_time import run_in_virtual_time
 
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import Schedule, Sharding, StageCosts, build_schedule, insert_sharding
-from lightning_pp.telemetry import RecordedStep, Timeline, chrome_trace, html_timeline
+from lightning_pp.telemetry import RecordedStep, chrome_trace, html_timeline
 from lightning_pp.telemetry.timeline.recorded import measured_costs
+from lightning_pp.telemetry.timeline.step import Timeline
 
 SCHEDULES = ["gpipe", "1f1b", "zb_h1", "zb_v", "interleaved_1f1b"]
 CLOCKS = [0.0, 1234.5, -777.0, 5e5]

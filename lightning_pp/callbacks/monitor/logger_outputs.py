@@ -10,8 +10,10 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pp.planning.schedules.predictions import Prediction
-from lightning_pp.telemetry import Diagnosis, Finding, StageInfo, StageTimes
+from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis
+from lightning_pp.telemetry.diagnosis.finding import Finding
 from lightning_pp.telemetry.metric_table import stage_metric
+from lightning_pp.telemetry.report import StageInfo, StageTimes
 
 _OVER_STAGES = ("forward_ms", "backward_input_ms", "backward_weight_ms", "bubble_fraction", "peak_memory_gib")
 

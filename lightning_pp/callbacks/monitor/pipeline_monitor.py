@@ -23,8 +23,12 @@ from lightning_pp.callbacks.monitor.timelines import write_timeline
 from lightning_pp.callbacks.pipeline import LoggedPipeline, pipeline_of
 from lightning_pp.callbacks.wandb_logger import PipelineWandbLogger
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.telemetry import Diagnosis, FitMeasurement, PipelineReport, RecordedStep, Timeline
+from lightning_pp.telemetry import RecordedStep
+from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis
+from lightning_pp.telemetry.measurement import FitMeasurement
 from lightning_pp.telemetry.metric_table import old_stage_metric
+from lightning_pp.telemetry.report import PipelineReport
+from lightning_pp.telemetry.timeline.step import Timeline
 
 
 class PipelineMonitor(Callback):

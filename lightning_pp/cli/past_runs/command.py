@@ -19,7 +19,8 @@ from lightning_pp.cli.past_runs.comparison import Comparison, Pair
 from lightning_pp.cli.past_runs.run_file import RunFile, read_run_file
 from lightning_pp.cli.problems import UserError
 from lightning_pp.cli.report import WIDTH, print_facts, print_timeline, stage_table
-from lightning_pp.telemetry import html_timeline, text_timeline
+from lightning_pp.telemetry import html_timeline
+from lightning_pp.telemetry.timeline.text import text_timeline
 from lightning_pp.versions import parser_of
 
 _EPILOG = """\

@@ -27,7 +27,10 @@ from typing import Any
 from lightning_pp.cli.problems import UserError
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import Action, Placement, Schedule
-from lightning_pp.telemetry import Diagnosis, Finding, PipelineReport, StageReport, Timeline
+from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis
+from lightning_pp.telemetry.diagnosis.finding import Finding
+from lightning_pp.telemetry.report import PipelineReport, StageReport
+from lightning_pp.telemetry.timeline.step import Timeline
 
 FILE_NAME = "pipeline_report.json"
 _FORMAT = "lightning_pp.RunReport/1"

@@ -25,7 +25,8 @@ from lightning_pp.split.cut.partition import inseparable_groups, why_inseparable
 from lightning_pp.split.cut.wide_cuts import ADVICE
 from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.strategy import PipelineParallelStrategy
-from lightning_pp.telemetry import Timeline, text_timeline
+from lightning_pp.telemetry.timeline.step import Timeline
+from lightning_pp.telemetry.timeline.text import text_timeline
 
 _LEAST_FOLDED = 3
 

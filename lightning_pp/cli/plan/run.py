@@ -21,7 +21,7 @@ from lightning_pp.cli.plan.files import write_files
 from lightning_pp.cli.plan.links import find_links
 from lightning_pp.cli.plan.memory import PlanMemory
 from lightning_pp.cli.plan.report import Plan, print_check, print_plan
-from lightning_pp.cli.plan.schedules import PlannedSchedule, Planner, ScheduleTable, smallest_need
+from lightning_pp.cli.plan.schedules import PlannedSchedule, Planner, ScheduleTable
 from lightning_pp.cli.problems import UserError, full_errors_wanted, user_errors
 from lightning_pp.cli.report import wide
 from lightning_pp.conf.targets import build, check_targets_of_run
@@ -231,7 +231,7 @@ def _shown(show: str, table: ScheduleTable, configured: PlannedSchedule | None, 
 
 
 def _nothing_fits(table: ScheduleTable, limit: float | None) -> UserError:
-    least = smallest_need(table.usable)
+    least = min(table.usable, key=lambda one: one.peak_bytes, default=None)
     if least is None or limit is None:
         reasons = "\n".join(f"  {one.name}: {one.reason}" for one in table.unusable)
         return UserError(f"no schedule is possible here:\n{reasons}")

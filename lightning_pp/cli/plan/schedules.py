@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_pp.cli.plan.costs import Costs
@@ -280,8 +280,3 @@ class Planner:
         # without any room the search has nothing to keep to: what it finds is over the limit, and is told to be
         has_room = all(left >= need for left, need in zip(room, needed, strict=True))
         return [min(pair) for pair in zip(limits, room, strict=True)] if has_room else limits
-
-
-def smallest_need(planned: Iterable[PlannedSchedule]) -> PlannedSchedule | None:
-    """The schedule whose fullest rank holds the least."""
-    return min(planned, key=lambda one: one.peak_bytes, default=None)

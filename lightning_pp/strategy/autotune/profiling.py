@@ -31,7 +31,7 @@ from lightning_pp.strategy.autotune.tuning_report import (
     predicted_schedules,
     save_costs,
 )
-from lightning_pp.telemetry import StepPrediction
+from lightning_pp.telemetry.reading import StepPrediction
 
 NUM_WARM_UP_BATCHES = 2
 """Left out of the measurement: they fill caches and allocators and make communicators."""

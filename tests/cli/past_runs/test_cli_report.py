@@ -10,7 +10,8 @@ from rich.console import Console
 
 from lightning_pp.cli.report import RunSummary, print_summary, summarise_units
 from lightning_pp.schedule import build_schedule
-from lightning_pp.telemetry import PipelineReport, StageReport, Timeline
+from lightning_pp.telemetry.report import PipelineReport, StageReport
+from lightning_pp.telemetry.timeline.step import Timeline
 
 
 def stage(number: int, units: list[str]) -> StageReport:

@@ -13,7 +13,11 @@ from lightning_pp.cli.past_runs.command import main
 from lightning_pp.cli.past_runs.run_file import FILE_NAME, read_run_file, write_run_file
 from lightning_pp.cli.problems import UserError
 from lightning_pp.schedule import StageCosts, build_schedule
-from lightning_pp.telemetry import Diagnosis, Finding, PipelineReport, StageReport, Timeline, text_timeline
+from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis
+from lightning_pp.telemetry.diagnosis.finding import Finding
+from lightning_pp.telemetry.report import PipelineReport, StageReport
+from lightning_pp.telemetry.timeline.step import Timeline
+from lightning_pp.telemetry.timeline.text import text_timeline
 
 FINDING = Finding("data", "Rank 0 waits.", "4 of them", 31.2, 0.12, "data.num_workers=4", "DataLoader(num_workers=4)")
 SAMPLES = 32
