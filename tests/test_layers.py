@@ -107,7 +107,7 @@ BUDGETS = {
     ("planning",): 5_581,
     ("runtime",): 4_572,
     ("checkpoint",): 3_721,
-    ("sharding",): 3_501,
+    ("sharding",): 3_518,
     ("distributed",): 2_429,
     ("tensor",): 3_101,
     ("verification",): 750,
