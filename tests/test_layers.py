@@ -100,7 +100,7 @@ def test_one_layer_makes_process_groups() -> None:
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
     ("split",): 12_818,
-    ("strategy",): 12_841,
+    ("strategy",): 12_879,
     ("cli", "conf", "doctor"): 9_270,
     ("telemetry", "callbacks"): 4_381,
     ("schedule",): 4_913,
