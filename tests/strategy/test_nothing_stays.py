@@ -108,7 +108,6 @@ NUM_RANKS = {str(PLAIN): 2, str(ZB_V): 2, str(SHARDED): 4, str(TENSOR): 2}
 @pytest.mark.parametrize(
     ("options", "logs", "penalty", "shrinks"),
     [
-        pytest.param(PLAIN, False, False, False, id="plain"),
         pytest.param(ZB_V, True, True, False, id="logs and counts"),
         pytest.param({**PLAIN, "dynamic_step": True}, True, False, True, id="dynamic"),
         pytest.param({**PLAIN, "activation_checkpointing": True}, False, True, False, id="checkpointed"),
