@@ -103,7 +103,7 @@ BUDGETS = {
     ("strategy",): 12_804,
     ("cli", "conf", "doctor"): 9_270,
     ("telemetry", "callbacks"): 4_381,
-    ("schedule",): 4_913,
+    ("schedule",): 4_912,
     ("planning",): 5_581,
     ("runtime",): 4_572,
     ("checkpoint",): 3_721,
