@@ -99,11 +99,11 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_818,
-    ("strategy",): 12_879,
+    ("split",): 12_828,
+    ("strategy",): 12_902,
     ("cli", "conf", "doctor"): 9_270,
     ("telemetry", "callbacks"): 4_381,
-    ("schedule",): 4_913,
+    ("schedule",): 4_911,
     ("planning",): 5_583,
     ("runtime",): 4_572,
     ("checkpoint",): 3_721,
