@@ -104,7 +104,7 @@ BUDGETS = {
     ("cli", "conf", "doctor"): 9_270,
     ("telemetry", "callbacks"): 4_381,
     ("schedule",): 4_911,
-    ("planning",): 5_583,
+    ("planning",): 5_584,
     ("runtime",): 4_572,
     ("checkpoint",): 3_721,
     ("sharding",): 3_527,
