@@ -32,7 +32,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 from pool_worker import PRELOADED, Failure, Task, pack, unpack, worker_main
 from torch.distributed import TCPStore
@@ -129,34 +129,6 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         self._leaks: list[str] = []
 
-    @overload
-    def run(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        world_size: int = ...,
-        timeout: float = ...,
-        grace: float = ...,
-        process_group: bool | str = ...,
-        environ: Mapping[str, str] | None = ...,
-        expect_failure: Literal[False] = ...,
-        **kwargs: Any,
-    ) -> list[Any]: ...
-
-    @overload
-    def run(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        world_size: int = ...,
-        timeout: float = ...,
-        grace: float = ...,
-        process_group: bool | str = ...,
-        environ: Mapping[str, str] | None = ...,
-        expect_failure: Literal[True],
-        **kwargs: Any,
-    ) -> FailureReport: ...
-
     def run(
         self,
         function: Callable[..., Any],
@@ -168,7 +140,7 @@ class WorkerPool:
         environ: Mapping[str, str] | None = None,
         expect_failure: bool = False,
         **kwargs: Any,
-    ) -> list[Any] | FailureReport:
+    ) -> Any:
         """Call ``function(*args, **kwargs)`` on every rank.
 
         Args:
@@ -181,7 +153,7 @@ class WorkerPool:
             expect_failure: Return a :class:`FailureReport` in place of raising; a run without a failure then raises.
 
         Returns:
-            The results by rank, with tensors copied to the CPU.
+            The results by rank, with tensors copied to the CPU; with ``expect_failure`` the report.
 
         Raises:
             WorkerError: A rank raised, died or did not answer in time.
@@ -217,7 +189,7 @@ class WorkerPool:
             return FailureReport(failures, seconds)
         if any(failures):
             raise WorkerError(_report(function.__qualname__, failures))
-        return [outcome[0] for outcome in outcomes]  # type: ignore[index]
+        return [outcome[0] for outcome in outcomes]
 
     def refusals(self, error: str | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
         """The messages with which every rank ends, each by an exception of class ``error`` where one is named."""

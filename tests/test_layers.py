@@ -99,15 +99,15 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_796,
-    ("strategy",): 12_710,
+    ("split",): 12_809,
+    ("strategy",): 12_808,
     ("cli", "conf", "doctor"): 9_266,
     ("telemetry", "callbacks"): 4_316,
-    ("schedule",): 4_903,
-    ("planning",): 5_534,
+    ("schedule",): 4_901,
+    ("planning",): 5_537,
     ("runtime",): 4_572,
     ("checkpoint",): 3_668,
-    ("sharding",): 3_458,
+    ("sharding",): 3_484,
     ("distributed",): 2_429,
     ("tensor",): 3_100,
     ("verification",): 750,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -103,6 +105,8 @@ def _refuse_combining(optimizer: Optimizer) -> None:
     with generators_untouched(device):
         try:
             (alone, draws), (beside, _) = (_tried(optimizer, device, has_others=others) for others in (False, True))
+        except ConfigurationError:
+            raise
         except Exception as error:
             rank_zero_warn(
                 f"{type(optimizer).__name__} failed on copies of a few parameters ({type(error).__name__}: {error}). "
@@ -143,7 +147,9 @@ def _tried(optimizer: Optimizer, device: torch.device, *, has_others: bool) -> t
     # One direction all the time, and noise: whatever is estimated over both is another than over the first.
     drawn = torch.Generator().manual_seed(0)
     directions = [torch.randn(parameter.shape, generator=drawn) for parameter in own]
-    draws = False
+    draws, calls = False, list[Tensor]()
+    takes_closure = "closure" in inspect.signature(type(copied).step).parameters
+    closure: list[Any] = [partial(_noted, calls)] if takes_closure else []
     for number in range(_NUM_TRIED):
         for parameter, direction in zip(own, directions, strict=True):
             parameter.grad = direction.to(parameter)
@@ -152,9 +158,20 @@ def _tried(optimizer: Optimizer, device: torch.device, *, has_others: bool) -> t
             parameter.grad = 3 * torch.randn(parameter.shape, generator=noise).to(parameter)
         generators = torch_generators(device)
         seeded = [generator.manual_seed(number).get_state() for generator in generators]
-        copied.step()
+        copied.step(*closure)
+        if len(calls) > number + 1:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}.step calls its closure several times, to evaluate the step at other "
+                "weights, but a pipeline has one forward and backward per step. Use an optimizer whose step takes the "
+                "gradients as they are (AdamW, SGD, ...)."
+            )
         draws = draws or not all(map(torch.equal, seeded, (each.get_state() for each in generators)))
     return [(parameter - first).double().cpu() for parameter, first in zip(own, before, strict=True)], draws
+
+
+def _noted(calls: list[Tensor]) -> Tensor:
+    calls.append(torch.zeros(()))
+    return calls[-1]
 
 
 def _small(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

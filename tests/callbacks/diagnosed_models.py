@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-import lightning.pytorch as L
 import torch
 from model_parts import VOCAB, WIDTH, Architecture, Block
 from pipelined_fit import trainer
+from small_models import Descends
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -21,8 +21,10 @@ from lightning_pp.telemetry.diagnosis.finding import Finding
 BATCH_SIZE = 8
 
 
-class Trained(L.LightningModule):
+class Trained(Descends):
     """An architecture with an optimizer."""
+
+    lr = 0.01
 
     def __init__(self, model: Architecture) -> None:
         super().__init__()
@@ -31,9 +33,6 @@ class Trained(L.LightningModule):
 
     def training_step(self, batch: Any, index: int) -> Any:
         return self.model.training_step(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class _Squared(torch.autograd.Function):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from pipeline_parts import Model, batches, build, differences, load_checkpoint, 
 from pipelined_fit import trainer
 from pool import WorkerPool
 
+from lightning_pp import PipelineParallelStrategy
 from lightning_pp.checkpoint.storage.folder import TRAINER_STATE_FILENAME
 
 
@@ -39,6 +42,29 @@ def to_folder(source: Path, target: Path, layout: tuple[int, int], **arguments: 
     part = make_part(layout, **arguments)
     trainer_state = load_checkpoint(source, part.held)
     save_sharded(target, part.held, trainer_state)
+
+
+def saved_twice(folder: Path, *, is_sharded: bool) -> str:
+    """What is told when a run saves; a plain Trainer's module is made of what it has saved, if it is a file."""
+    told, log = io.StringIO(), logging.getLogger("lightning.pytorch")
+    handler = logging.StreamHandler(told)
+    log.addHandler(handler)
+    strategy = PipelineParallelStrategy(num_microbatches=2, save_distributed_checkpoint=is_sharded)
+    run = trainer(2, strategy, limit_train_batches=1)
+    run.fit(build(), batches())
+    for name in ("first.ckpt", "second.ckpt"):
+        run.save_checkpoint(folder / name)
+    log.removeHandler(handler)
+    if not is_sharded:
+        Model.load_from_checkpoint(folder / "second.ckpt", weights_only=False)
+    return told.getvalue()
+
+
+def test_a_run_tells_once_that_its_checkpoints_are_folders(pool: WorkerPool, tmp_path: Path) -> None:
+    told, _ = pool.run(saved_twice, tmp_path / "folders", is_sharded=True)
+    assert told.count("is a folder") == 1 and "first.ckpt" in told and "lightning-pp-export" in told
+    told, _ = pool.run(saved_twice, tmp_path / "files", is_sharded=False)
+    assert "is a folder" not in told
 
 
 @pytest.mark.by_day(1)

@@ -56,28 +56,6 @@ def test_gpu_by_default_pinned_and_not_root() -> None:
     assert DOCKERFILE.index("USER 1000") > DOCKERFILE.rindex("\nCOPY")
 
 
-def test_dependencies_are_installed_before_sources_are_copied() -> None:
-    copies = [line for line in DOCKERFILE.splitlines() if line.startswith(("COPY", "RUN --mount", "    /src"))]
-    first = next(index for index, line in enumerate(copies) if line.endswith("dependencies"))
-    copied = {name for line in copies[:first] if line.startswith("COPY") for name in line.split()[1:-1]}
-    assert copied == {"pyproject.toml", "constraints.txt", "docker/install.sh", "docker/requirements.py"}
-
-
-def test_the_package_is_a_layer_of_its_own_above_its_dependencies() -> None:
-    """A change of the code changes nothing below the last layers, and those are small."""
-    last = DOCKERFILE[DOCKERFILE.rindex("\nFROM") :]
-    copies = re.findall(r"^COPY (.*)$", last, flags=re.MULTILINE)
-    assert copies[0] == "--from=dependencies /opt/venv /opt/venv"
-    assert copies[-1] == "--from=package /opt/package /opt/venv"
-    assert last.index("ARG REVISION") > last.index(copies[-1])  # another revision is another layer from there on
-
-
-def test_nothing_of_apt_is_left() -> None:
-    (installing,) = [line for line in instructions("RUN") if "apt-get install" in line]
-    for folder in ("/var/cache/apt", "/var/lib/apt/lists"):
-        assert folder in installing.partition("rm -rf")[2]
-
-
 def test_pip_is_configured_in_a_build_as_it_is_on_the_machine(tmp_path: Path) -> None:
     (tmp_path / "index" / "simple").mkdir(parents=True)
     listed = (
@@ -92,13 +70,6 @@ def test_pip_is_configured_in_a_build_as_it_is_on_the_machine(tmp_path: Path) ->
     written = (tmp_path / "pip.conf").read_text().splitlines()
     assert written[0] == "[global]" and "timeout = 180" in written
     assert f"extra-index-url = file://{tmp_path}/index/simple https://index.example/simple" in written
-
-
-def test_any_user_finds_places_to_write() -> None:
-    (made,) = [line for line in instructions("RUN") if "install --directory" in line]
-    assert made.endswith("install --directory --mode=1777 /home/trainer /workspace")
-    assert "HOME=/home/trainer" in DOCKERFILE and "USER=trainer" in DOCKERFILE  # for users without an entry
-    assert instructions("ENTRYPOINT") == ['["/usr/bin/tini", "--", "/usr/local/bin/entrypoint"]']
 
 
 def test_compose_builds_both_images() -> None:

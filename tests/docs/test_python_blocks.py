@@ -22,6 +22,7 @@ from command import run_command
 from lightning.pytorch.utilities import grad_norm
 from pipelined_fit import trainer
 from pool import WorkerPool
+from small_models import Descends
 from test_code_blocks import DOCS, PAGES, blocks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -39,7 +40,7 @@ PROCESSES = {
 FEATURES, ROWS = 4, 16
 
 
-class Module(L.LightningModule):
+class Module(Descends):
     """Four layers; stops after some steps, since no page says when."""
 
     def __init__(self, num_steps: int = 16) -> None:
@@ -62,9 +63,6 @@ class Module(L.LightningModule):
         return DataLoader(TensorDataset(torch.ones(20 * ROWS, FEATURES)), batch_size=ROWS)
 
     predict_dataloader = train_dataloader
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 class Data(L.LightningDataModule):

@@ -14,7 +14,27 @@ NUM_UNITS = 8
 UNIT_BYTES = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH)
 
 
-class Blocks(L.LightningModule):
+class Descends(L.LightningModule):
+    """Trains by gradient descent."""
+
+    lr = 0.1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class NotesLosses(Descends):
+    """Keeps the loss of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+class Blocks(Descends):
     """A residual stack on vectors; subclasses misbehave."""
 
     def __init__(self, num_blocks: int = 4, width: int = WIDTH) -> None:
@@ -37,9 +57,6 @@ class Blocks(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Stack(Blocks):
@@ -114,7 +131,7 @@ class MixedBlock(nn.Module):
         return x + self.down(torch.tanh(self.up(h)))
 
 
-class Tower(L.LightningModule):
+class Tower(Descends):
     """Blocks between an embedding and a head that share their weight; ``sums`` adds them up outside of blocks."""
 
     def __init__(self, num_blocks: int, sums: bool = False) -> None:
@@ -133,9 +150,6 @@ class Tower(L.LightningModule):
         logits = self.head(h[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 class Unit(nn.Module):
     """Of ``UNIT_BYTES``; its shapes divide by the number of shards."""
@@ -148,7 +162,7 @@ class Unit(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class EvenModule(L.LightningModule):
+class EvenModule(Descends):
     """Eight equal units."""
 
     def __init__(self) -> None:
@@ -162,9 +176,6 @@ class EvenModule(L.LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class TiedModule(EvenModule):
@@ -185,7 +196,7 @@ class TiedModule(EvenModule):
         return F.cross_entropy(self.head(h).transpose(1, 2), tokens)
 
 
-class TokenModel(L.LightningModule):
+class TokenModel(NotesLosses):
     """Predicts each token from itself; ``continuous`` takes vectors, and so no token ids, instead."""
 
     def __init__(self, continuous: bool = False) -> None:
@@ -194,7 +205,6 @@ class TokenModel(L.LightningModule):
         self.embedding: nn.Module = nn.Linear(WIDTH, WIDTH) if continuous else nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
         self.head = nn.Linear(WIDTH, VOCAB)
-        self.losses: list[float] = []
 
     def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
         hidden = self.embedding(batch["x"])
@@ -209,9 +219,3 @@ class TokenModel(L.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
         self.log("val_loss", self.loss_of(batch))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        self.losses.append(outputs["loss"].item())

@@ -297,8 +297,9 @@ class StepPlanCache:
         if earlier is None and not (record.is_resized or record.has_dynamic_shapes):
             return record
         arguments: dict[str, Any] = {"with_gradients": with_gradients, "seed_inter_unit": seed_inter_unit}
-        at_this_size = earlier or EarlierRun((), 1.0)
-        found = self._followed(plan, step=step, is_alike=True, earlier=at_this_size, **arguments)
+        at_this_size, found = earlier or EarlierRun((), 1.0), None
+        if not record.value_reads_in_tail:  # what a rehearsal makes up for each of them does not grow with the batch
+            found = self._followed(plan, step=step, is_alike=True, earlier=at_this_size, **arguments)
         return found or self.record(step, earlier=earlier, **arguments)
 
     def _on_path_taken(

@@ -9,7 +9,7 @@ from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.simulation.memory import exceeds
 
 MOST_FITTED_ACTIONS = 1_000_000
-"""Larger steps keep the published pattern as it is: fitting it to the costs takes 10 to 50 µs an action."""
+"""Larger steps keep one published pattern: to fit it to the costs takes 10 to 50 µs an action, to compare two .3 µs."""
 
 
 def best_of(candidates: Iterable[Schedule], request: ScheduleRequest) -> Schedule:
@@ -18,15 +18,12 @@ def best_of(candidates: Iterable[Schedule], request: ScheduleRequest) -> Schedul
     Time is makespan plus longest span: a step alone takes the one, a step in a row of overlapping steps the other.
     When none is within the limit, the one that holds least, for the error that follows.
     """
-    best: tuple[bool, float, float] | None = None
-    chosen: Schedule | None = None
-    for candidate in candidates:
+
+    def badness(candidate: Schedule) -> tuple[bool, float, float]:
         simulation = candidate.simulate(request.costs)
         limits = request.memory_limit or simulation.peak_memory
         over = max((peak - limit for peak, limit in zip(simulation.peak_memory, limits, strict=True)), default=0.0)
         too_large = any(map(exceeds, simulation.peak_memory, limits))
-        rank = (too_large, over if too_large else 0.0, simulation.makespan + max(simulation.span_ms))
-        if best is None or rank < best:
-            best, chosen = rank, candidate
-    assert chosen is not None, "best_of needs a candidate"
-    return chosen
+        return too_large, over if too_large else 0.0, simulation.makespan + max(simulation.span_ms)
+
+    return min(candidates, key=badness)

@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from lightning_pp.schedule.families.choice import best_of
+from lightning_pp.schedule.families.choice import MOST_FITTED_ACTIONS, best_of
 from lightning_pp.schedule.program.coded import B, CodedProgram, Codes, F, I, W, in_order
 from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.registry import Family, ScheduleRequest, register
@@ -98,8 +98,9 @@ def _both_warm_ups(request: ScheduleRequest) -> list[Schedule]:
 
 
 def build_interleaved_zb(request: ScheduleRequest) -> Schedule:
-    """The better of the two warm-ups under the costs and the limit."""
-    return best_of(_both_warm_ups(request), request)
+    """The better warm-up under the costs and the limit; that of ZB-H1, which holds less, for a very large step."""
+    both = _both_warm_ups(request)
+    return both[0] if sum(map(len, both[0].programs)) > MOST_FITTED_ACTIONS else best_of(both, request)
 
 
 for _name, _build, _summary in (

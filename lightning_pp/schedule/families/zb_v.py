@@ -43,10 +43,10 @@ def build_zb_v(request: ScheduleRequest) -> Schedule:
     A step of more than ``MOST_FITTED_ACTIONS`` is given the pattern, unless that holds more than the limit.
     """
     by_hand = build_zb_v_by_hand(request)
-    limits = request.memory_limit or peaks_of(by_hand, request.costs)
-    is_large = sum(map(len, by_hand.programs)) > MOST_FITTED_ACTIONS
-    if is_large and not any(map(exceeds, peaks_of(by_hand, request.costs), limits)):
+    is_large, limits = sum(map(len, by_hand.programs)) > MOST_FITTED_ACTIONS, request.memory_limit
+    if is_large and (limits is None or not any(map(exceeds, peaks_of(by_hand, request.costs), limits))):
         return by_hand
+    limits = limits or peaks_of(by_hand, request.costs)
     problem = Problem.build(by_hand.placement, request.num_microbatches, request.costs, limits)
     orders = build_by_rounds(problem)
     by_rounds = [] if orders is None else [problem.schedule_of(orders, "zb_v")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -75,8 +76,9 @@ class GatherOnUse:
     def _after_call(self, group: UnitGroup, call: _UnitCall, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.is_paused and backward_pass() is None:
             if torch.is_grad_enabled():
+                before = partial(_call_if_alive, WeakMethod(self._before_backward), ref(group))
                 for node in nodes_made_since(call.first_node, tensors_of(output)):
-                    node.register_prehook(partial(self._before_backward, group))
+                    node.register_prehook(before)
             self._free_if_done(group)
         if not self.is_paused and self._mp_policy.param_dtype is not None:
             group.conceal()
@@ -119,6 +121,13 @@ class GatherOnUse:
     def _free_if_done(self, group: UnitGroup) -> None:
         if self._free_after_use and self.windows is None and not group.held_by:
             self.free(group)
+
+
+def _call_if_alive(method: WeakMethod[Any], group: ref[UnitGroup], gradients: tuple[Tensor, ...]) -> None:
+    """A graph may outlive the training, by a loss that a unit keeps in an attribute, and keeps nothing else alive."""
+    before_backward, its = method(), group()
+    if before_backward is not None and its is not None:
+        before_backward(its, gradients)
 
 
 class _UnitCall:

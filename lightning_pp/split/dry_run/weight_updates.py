@@ -23,13 +23,15 @@ from lightning_pp.split.side_effects.module_state import preserved_state
 Updates = Mapping[str, frozenset[str]]
 
 
-def updates_by(name: str, function: Callable[[], Any], module: nn.Module, fake_parameters: FakeParameters) -> Updates:
-    """Runs ``function``, which calls the module's method ``name``, with every parameter fake.
+def updates_by(
+    function: Callable[[], Any], module: nn.Module, fake_parameters: FakeParameters
+) -> tuple[Updates, Exception | None]:
+    """Runs ``function``, which calls a method of the module, with every parameter fake.
 
-    It tells which parameters it writes into, and from which others.
-
-    The module's state and the random generators are as before afterwards. Empty where ``function`` cannot run so.
+    It tells which parameters it writes into, and from which others; if it cannot run so, as far as it comes, and why.
+    The module's state and the random generators are as before afterwards.
     """
+    failure: Exception | None = None
     with (
         generators_untouched(fake_parameters.device),
         fake_parameters.all_fake(lambda fake, name: set_sources(fake, {Parameter(name)})),
@@ -40,11 +42,11 @@ def updates_by(name: str, function: Callable[[], Any], module: nn.Module, fake_p
         try:
             with flow:
                 function()
-        except Exception:  # it looks at values, or at what is there only while training runs
-            return {}
+        except Exception as error:  # it looks at values, or at what is there only while training runs
+            failure = error
         finally:
             flow.restore()
-        return flow.parameter_updates()
+        return flow.parameter_updates(), failure
 
 
 class RepeatedUpdates:

@@ -65,8 +65,9 @@ class LostEditError(SplitError):
         super().__init__(
             f"{line} computes from parameters of another stage, which this rank does not have, and writes the result "
             f"into a tensor of shape {tuple(edited.shape)} ({operation}). Keep an average of parameters in a Parameter "
-            "with requires_grad=False, not in a buffer: it is then kept where they are. Compute in the step what is to "
-            "be logged or to have gradients."
+            "with requires_grad=False, not in a buffer. Compute it in on_train_batch_end of the module, before what "
+            "only a step leaves is read there: it is then kept where they are. Compute in the step what is to be "
+            "logged or to have gradients."
         )
 
 

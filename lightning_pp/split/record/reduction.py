@@ -86,6 +86,7 @@ class Reduction:
         of_samples: Which of them were made of samples by weights: outputs of units, or what was made of these.
         of_selected: Whether one of them has, or is made of, rows that values select (``h[mask]``).
         of_counted: Whether it may be rows up to a number that Python has of the batch (``h[: int(mask.sum())]``).
+        of_first: Of rows up to a number that is larger than that of the rows (``h[:4]`` of 2): both; None for none.
         result: Shape of its result; None where that is no tensor.
         numbers: Python numbers that it is given beside tensors.
         value: Its result, where that depends on the batch alone.
@@ -102,6 +103,7 @@ class Reduction:
     of_samples: tuple[bool, ...]
     of_selected: bool
     of_counted: bool
+    of_first: tuple[int, int] | None
     result: Shape | None
     numbers: tuple[float, ...]
     value: Tensor | None

@@ -96,9 +96,14 @@ class ReductionRecorder(OutsideUnits):
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
         if func.__name__ in _SELECTING or any(isinstance(i, Tensor) and i.dtype is torch.bool for i in indices):
             _set(_SELECTED, result)
-        elif self.makes_integers and indices and isinstance(indices[0], slice) and indices[0] != slice(None):
-            is_of_weights_alone = self._depends_on_weights(args[0]) and not self._depends_on_units(args[0])
-            _set(_COUNTED, () if is_of_weights_alone else result)
+        elif indices and isinstance(indices[0], slice) and indices[0] != slice(None):
+            if self._depends_on_weights(args[0]) and not self._depends_on_units(args[0]):
+                return  # of weights alone
+            stop = indices[0].stop
+            if self.makes_integers:
+                _set(_COUNTED, result)
+            if type(stop) is int and stop > len(args[0]):
+                _set(_FIRST, result, (stop, len(args[0])))
 
     def _note(self, func: Any, called: Any, args: Any, kwargs: Any, result: Any) -> Any:
         place, frame = called
@@ -131,6 +136,7 @@ class ReductionRecorder(OutsideUnits):
             tuple(map(self._depends_on_units, tensors)),
             any(hasattr(tensor, _SELECTED) for tensor in tensors),
             any(hasattr(tensor, _COUNTED) for tensor in tensors),
+            next((getattr(tensor, _FIRST) for tensor in tensors if hasattr(tensor, _FIRST)), None),
             shapes_of(result),
             tuple(filter(is_number, (*args, *kwargs.values()))),
             result.detach().clone() if is_plain and kind not in (Kind.PRODUCT, Kind.QUOTIENT, Kind.ADDITION) else None,
@@ -147,18 +153,20 @@ def shapes_of(result: Any) -> Any:
 
 
 def pass_on_selected(given: Any, result: Any) -> None:
-    """Marks what a unit or a function made of rows that values select, as such rows are."""
-    for mark in (_SELECTED, _COUNTED):
-        if any(hasattr(tensor, mark) for tensor in tensors_of(given)):
-            _set(mark, result)
+    """Marks what a unit or a function made of some rows, as these rows are."""
+    tensors = tensors_of(given)
+    for mark in (_SELECTED, _COUNTED, _FIRST):
+        value = next((getattr(tensor, mark) for tensor in tensors if hasattr(tensor, mark)), None)
+        if value is not None:
+            _set(mark, result, value)
 
 
-def _set(mark: str, result: Any) -> None:
+def _set(mark: str, result: Any, value: Any = True) -> None:
     for tensor in tensors_of(result):
-        setattr(tensor, mark, True)
+        setattr(tensor, mark, value)
 
 
-_SELECTED, _COUNTED = "_pp_selected", "_pp_counted"
+_SELECTED, _COUNTED, _FIRST = "_pp_selected", "_pp_counted", "_pp_first"
 _SELECTING = ("masked_select", "nonzero", "argwhere", "unique")
 INTEGERS = ("__int__", "__index__")
 _MOST_ELEMENTS = 1 << 16

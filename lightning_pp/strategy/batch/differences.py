@@ -159,9 +159,13 @@ def _of_loss(step: str, whole: Observed, parts: Observed, tolerance: float) -> I
 
 def _of_attributes(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
     for name, value in whole.changes.items():
-        found = _first_other(value, parts.changes.get(name), tolerance)
+        other, what = parts.changes.get(name), f"The attribute {name!r} that {step} changes"
+        found = _first_other(value, other, tolerance)
+        numbers = len(leaves_of(value)), len(leaves_of(other))
+        if numbers[0] != numbers[1]:
+            what, found = f"The number of values that {step} leaves in {name!r}", numbers
         if found is not None:
-            yield Difference(f"The attribute {name!r} that {step} changes", False, True, *found, is_attribute=True)
+            yield Difference(what, False, True, *found, is_attribute=True)
 
 
 def _of_logs(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:

@@ -11,7 +11,7 @@ from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import SplitError
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.fakes.parameters import has_data
-from lightning_pp.split.record.reduction import Place
+from lightning_pp.split.record.reduction import Kind, Place
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.reductions.counting import Counts, are_equal, need_no_correction, on_host, total_of
 from lightning_pp.split.reductions.estimates import estimate_of
@@ -297,7 +297,9 @@ def _learned(
     found = sizes()
     if found is None:
         return all(facts.knows(record.reductions) for record in records)
-    _learn(facts, record_at(found.parts[0], None), found.parts[0], found.whole, found.is_cut_by_user, record_at)
+    small = record_at(found.parts[0], None)
+    _check_first_rows(small, found.parts[0].num_samples, sum(each.num_samples for each in steps.microbatches))
+    _learn(facts, small, found.parts[0], found.whole, found.is_cut_by_user, record_at)
     for microbatch in steps.microbatches:
         is_one = microbatch.num_samples == 1  # of which len(x) and max(count, 1) say the same
         twice = None if is_one or are_known() else double(microbatch)
@@ -308,6 +310,19 @@ def _learned(
         if facts.can_learn_from(small.reductions):
             _learn(facts, small, part, twice, False, record_at)
     return True
+
+
+def _check_first_rows(record: StepRecord, num_samples: int, num_in_batch: int) -> None:
+    """Raises if the step reduces the first samples, more than the part of a batch has that ``record`` is of."""
+    for reduction in record.reductions:
+        stop, length = reduction.of_first or (0, 0)
+        is_number = reduction.result == () and reduction.kind in (Kind.SUM, Kind.MEAN, Kind.LOSS)
+        if is_number and length == num_samples < stop < num_in_batch:
+            raise SplitError(
+                f"{reduction.line} reduces the first {stop} samples. On one device these are {stop} of the batch's "
+                f"{num_in_batch}, in a pipeline the first {stop} of each microbatch. Set whole_batch_loss=True on the "
+                "strategy, which runs the code after the last unit once on the whole batch."
+            )
 
 
 def _learn(

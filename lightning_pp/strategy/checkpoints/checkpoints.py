@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from lightning_pp.strategy.engine import PipelineEngine
 
 _log = logging.getLogger(__name__)
+_ABOUT_FOLDERS = (
+    "The checkpoint {path} is a folder, because each rank writes its part. A Trainer with this strategy reads it. "
+    "load_from_checkpoint does not: make a file with lightning-pp-export, or set save_distributed_checkpoint=False."
+)
 
 
 class Checkpoints:
@@ -72,6 +76,7 @@ class Checkpoints:
         self._background: BackgroundSaver | None = None
         self._stager: DefaultStager | None = None
         self._promised: set[str] = set()
+        self._told_of_folders = False
         self._opened: OpenedCheckpoint | None = None
 
     def refuse_plugin(self, checkpoint_io: CheckpointIO) -> None:
@@ -193,6 +198,9 @@ class Checkpoints:
                 raise TypeError(
                     "storage_options apply to single files. Set save_distributed_checkpoint=False to use them."
                 )
+            if not self._told_of_folders:
+                rank_zero_info(_ABOUT_FOLDERS.format(path=path))
+            self._told_of_folders = True
             self.wait()  # its copies on the host are about to be overwritten
             write = prepare_save(path, with_added_groups(run.part), checkpoint, self._stager).write
         else:

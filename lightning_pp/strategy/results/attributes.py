@@ -11,7 +11,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
@@ -22,6 +24,8 @@ from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.side_effects.reach import Reached, class_containers, reached_from
 from lightning_pp.strategy.results.outputs import merge_outputs
 
+# by path of a list: whether what a step appends to it is an entry for each sample
+_lists_by_sample: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
 _LIGHTNINGS_OWN = frozenset(vars(pl.LightningModule()))
 _MISSING = object()
 
@@ -65,6 +69,7 @@ class StepAttributes:
         self.places = names
         self.names = [f"{name}.{attribute}" if name else attribute for name, attribute in names]
         self._attributes: list[_Attribute] = []
+        self._known = _lists_by_sample.setdefault(module, {})
         seen: set[int] = set()
         for (name, attribute), dotted in zip(names, self.names, strict=True):
             self._attributes.append(_Attribute(module.get_submodule(name), attribute, dotted, seen))
@@ -94,7 +99,7 @@ class StepAttributes:
         if not self._changes:
             return []
         per_attribute = zip(*(self._changes[index] for index in sorted(self._changes)), strict=True)
-        return [_merge_attribute(list(changes), num_samples, weights) for changes in per_attribute]
+        return [_merge_attribute(list(changes), num_samples, weights, self._known) for changes in per_attribute]
 
     def values_by_name(self, changes: Sequence[_Changes]) -> dict[str, Any]:
         """What was appended or set, by the name of the attribute or of what it holds."""
@@ -205,12 +210,15 @@ def _apply(kind: str, value: Any, reached: Reached) -> None:
         reached.set(value)
 
 
-def _merge_attribute(changes: list[_Changes], num_samples: Sequence[int], weights: Sequence[float]) -> _Changes:
-    """The batch's changes to one attribute, without changes to nothing."""
+def _merge_attribute(
+    changes: list[_Changes], num_samples: Sequence[int], weights: Sequence[float], known: dict[str, bool]
+) -> _Changes:
+    """The batch's changes to one attribute, without changes to nothing; ``known`` lists have an entry for a sample."""
     if len({"" in each for each in changes}) > 1:
         return changes[-1]  # set anew in some microbatches only
     paths = dict.fromkeys(path for each in changes for path in each)
-    return {path: _merge(_filled([each.get(path) for each in changes]), num_samples, weights) for path in paths}
+    merge = partial(_merge, num_samples=num_samples, weights=weights, known=known)
+    return {path: merge(_filled([each.get(path) for each in changes]), path=path) for path in paths}
 
 
 def _filled(changes: list[tuple[str, Any] | None]) -> list[tuple[str, Any]]:
@@ -220,12 +228,20 @@ def _filled(changes: list[tuple[str, Any] | None]) -> list[tuple[str, Any]]:
     return [nothing if change is None else change for change in changes]
 
 
-def _merge(changes: list[tuple[str, Any]], num_samples: Sequence[int], weights: Sequence[float]) -> tuple[str, Any]:
+def _merge(
+    changes: list[tuple[str, Any]],
+    num_samples: Sequence[int],
+    weights: Sequence[float],
+    known: dict[str, bool],
+    path: str,
+) -> tuple[str, Any]:
     kinds = {kind for kind, _ in changes}
     if len(kinds) > 1:
         return changes[-1]
     kind = changes[0][0]
     values = [value for _, value in changes]
+    if kind == "append" and _is_by_sample([len(entries) for entries in values], num_samples, known, path):
+        return (kind, merge_outputs(values, num_samples, weights))
     if kind == "append" and len({len(entries) for entries in values}) == 1:
         # entry by entry: each microbatch appended its part of what the batch appends
         return (kind, [merge_outputs(list(parts), num_samples, weights) for parts in zip(*values, strict=True)])
@@ -233,9 +249,27 @@ def _merge(changes: list[tuple[str, Any]], num_samples: Sequence[int], weights: 
         return (kind, [entry for entries in values for entry in entries])
     if kind in ("keep", "delete"):
         return (kind, None)
+    if kind == "set keys":
+        merged = {}
+        for key in dict.fromkeys(key for value in values for key in value):
+            own = [index for index, value in enumerate(values) if key in value]
+            of_key = [("append" if type(values[index][key]) is list else "set", values[index][key]) for index in own]
+            shares = [num_samples[index] for index in own], [weights[index] for index in own]
+            merged[key] = _merge(of_key, *shares, known, f"{path}[{key!r}]")[1]
+        return (kind, merged)
+    if all(isinstance(value, set) for value in values):
+        return (kind, set[Any]().union(*values))
     if _all_equal(values):  # a value that the samples do not change, a cache, has no row per sample
         return (kind, values[0])
     return (kind, merge_outputs(values, num_samples, weights))
+
+
+def _is_by_sample(numbers: list[int], num_samples: Sequence[int], known: dict[str, bool], path: str) -> bool:
+    """Whether what is appended has an entry for each sample; of one sample that cannot be seen, and has to be known."""
+    is_equal = numbers == list(num_samples)
+    if max(num_samples) > 1:
+        known[path] = known.get(path, True) and is_equal
+    return is_equal and known.get(path, False)
 
 
 def _all_equal(values: Sequence[Any]) -> bool:

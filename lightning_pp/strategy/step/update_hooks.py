@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -16,23 +16,28 @@ from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.data.tree import own_copy
 from lightning_pp.split.dry_run.weight_updates import Updates, updates_by
+from lightning_pp.split.fakes.fake_mode import LostEditError, NeedsDataError
 from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.strategy._lightning_private import results_of
+from lightning_pp.strategy.lightning.callbacks import callbacks_of
 from lightning_pp.strategy.lightning.patching import replaced
 from lightning_pp.strategy.step.dry_steps import loggers_muted, logging_to
 from lightning_pp.strategy.step.held_output import output_held
 
 _BEFORE_ZERO_GRAD = "on_before_zero_grad"
 _HOOKS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "on_train_epoch_start": lambda batch: (),
     "on_train_batch_start": lambda batch: (batch, 0),
     _BEFORE_ZERO_GRAD: lambda batch: (None,),
     "on_after_backward": lambda batch: (),
+    "on_before_optimizer_step": lambda batch: (None,),
     "on_train_batch_end": lambda batch: ({"loss": torch.zeros(())}, batch, 0),
+    "on_train_epoch_end": lambda batch: (),
 }
 
-_LOG_TRAINING = (*_HOOKS, "on_before_backward", "on_before_optimizer_step")
+_LOG_TRAINING = ("on_before_backward", *(name for name in _HOOKS if "epoch" not in name))
 _OUTSIDE_STEPS = (
-    *("on_fit_start", "on_train_start", "on_train_epoch_start", *_LOG_TRAINING, "on_train_epoch_end"),
+    *("on_fit_start", "on_train_start", "on_before_backward", *_HOOKS),
     *("on_validation_epoch_start", "on_validation_epoch_end", "on_train_end"),
 )
 
@@ -44,6 +49,10 @@ class UpdateHooks:
     ``on_before_zero_grad`` is always looked at: on one device it runs between forward and backward. A pipeline has no
     such moment, so it runs before both, and after both where it writes into parameters.
 
+    A hook that wants what is there only while training runs is known as far as it comes. Where a part of the module is
+    frozen and like one that trains, it sees every parameter all the same, and so do callbacks: pairs of parameters are
+    those of one device, and what is computed over stages is an error.
+
     Args:
         module: The user's module.
         fake_parameters: Knows all its parameters.
@@ -54,7 +63,10 @@ class UpdateHooks:
         self._module = module
         self._fake_parameters = fake_parameters
         self._names: list[str] = []
+        self._postpones = False
         self._postponed: list[Callable[[], Any]] = []
+        frozen, trained = (set(_copied(module, requires_grad=value)) for value in (False, True))
+        self._has_copy = not frozen.isdisjoint(trained)
         updates: dict[str, frozenset[str]] = {}
         # all parameters of an AveragedModel require gradients
         has_averages = any(isinstance(child, AveragedModel) for child in module.modules())
@@ -64,21 +76,23 @@ class UpdateHooks:
                 continue
             if not has_averages and name != _BEFORE_ZERO_GRAD:
                 continue
-            found = self._updates_of(name, arguments(own_copy(batch)))
+            found, failure = self._updates_of(name, arguments(own_copy(batch)))
             if name == _BEFORE_ZERO_GRAD:
                 _refuse_trained(found, module)
-            if any(found.values()):
+                self._postpones = any(found.values())
+            is_unknown = self._has_copy and not isinstance(failure, (type(None), NeedsDataError))
+            if any(found.values()) or is_unknown:
                 self._names.append(name)
             for target, sources in found.items():
                 updates[target] = updates.get(target, frozenset()) | sources
         self.updates: Updates = updates
 
-    def _updates_of(self, name: str, arguments: tuple[Any, ...]) -> Updates:
+    def _updates_of(self, name: str, arguments: tuple[Any, ...]) -> tuple[Updates, Exception | None]:
         call = partial(getattr(self._module, name), *arguments)
         with loggers_muted(self._module.trainer), logging_to(self._module, lambda value: None), output_held():
-            return updates_by(name, call, self._module, self._fake_parameters)
+            return updates_by(call, self._module, self._fake_parameters)
 
-    def attached(self, groups: ControlGroups) -> AbstractContextManager[None]:
+    def attached(self, groups: ControlGroups) -> AbstractContextManager[Any]:
         """Within, these hooks see every parameter, in the order of one device; those of other stages are fakes.
 
         What a hook logs when it is called for the first time in a training is compared over the stages, by one gather
@@ -90,16 +104,13 @@ class UpdateHooks:
         to_compare = set(_LOG_TRAINING)
 
         def run(name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if name == _BEFORE_ZERO_GRAD and name in self._names:
+            if name == _BEFORE_ZERO_GRAD and self._postpones:
                 self._postponed.append(partial(run_now, name, hook, *args, **kwargs))
                 return None
             return run_now(name, hook, *args, **kwargs)
 
         def run_now(name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            fake_parameters = self._fake_parameters
-            sees_all = name in self._names
-            with fake_parameters.all_parameters() if sees_all else nullcontext():
-                result = hook(*args, **kwargs)
+            result = (partial(self._seeing_all, hook) if name in self._names else hook)(*args, **kwargs)
             if name in to_compare:
                 to_compare.remove(name)
                 logged = groups.gather_in_pipeline(_logged_by(self._module, name))
@@ -112,12 +123,38 @@ class UpdateHooks:
             for name in _OUTSIDE_STEPS
             if getattr(type(self._module), name) is not getattr(pl.LightningModule, name)
         }
-        return replaced(self._module, **hooks)
+        attached = ExitStack()
+        attached.enter_context(replaced(self._module, **hooks))
+        for callback in callbacks_of(self._module.trainer) if self._has_copy else ():
+            own = [name for name in _HOOKS if "epoch" not in name and not _is_lightnings(getattr(type(callback), name))]
+            seeing = {name: partial(self._seeing_all, getattr(callback, name)) for name in own}
+            attached.enter_context(replaced(callback, **seeing))
+        return attached
+
+    def _seeing_all(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._fake_parameters.all_parameters():
+            result = hook(*args, **kwargs)
+        for parameter in self._module.parameters():
+            if parameter.is_meta:  # by ``parameter.data = ...``
+                raise LostEditError("Tensor.data", parameter, getattr(hook, "__qualname__", repr(hook)))
+        return result
 
     def run_postponed(self) -> None:
         """After forward and backward of a batch: runs ``on_before_zero_grad``, if it has to wait for them."""
         while self._postponed:
             self._postponed.pop(0)()
+
+
+def _copied(module: torch.nn.Module, *, requires_grad: bool) -> Iterator[tuple[torch.Size, ...]]:
+    """The shapes of the parameters of each submodule of which all or none train."""
+    for child in module.modules():
+        held = list(child.parameters())
+        if held and all(parameter.requires_grad is requires_grad for parameter in held):
+            yield tuple(parameter.shape for parameter in held)
+
+
+def _is_lightnings(function: Callable[..., Any]) -> bool:
+    return function.__module__.startswith(("lightning.", "lightning_pp."))
 
 
 def _refuse_trained(updates: Updates, module: pl.LightningModule) -> None:

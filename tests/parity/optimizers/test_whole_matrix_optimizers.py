@@ -103,7 +103,7 @@ WAYS: dict[str, tuple[Layout, dict[str, Any], tuple[str, ...]]] = {
         FULL_SHARD,
         ("adafactor", "muon", "normalized", "preconditioned"),
     ),
-    "hsdp": (Layout("1f1b", 1, replicas=4, num_microbatches=2), REPLICAS, ("derived", "quantized")),
+    "hsdp": (Layout("1f1b", 1, replicas=4, num_microbatches=2), REPLICAS, ("derived",)),
     "offloaded": (
         Layout("1f1b", 2, replicas=2, num_microbatches=2),
         {"sharding": "shard_grad_op", "cpu_offload": True},

@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from one_device import TIMEOUT_S, placed
 from pool import WorkerPool
+from small_models import Descends
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -61,7 +62,9 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x)) + shift
 
 
-class Model(L.LightningModule):
+class Model(Descends):
+    lr = 0.3
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -91,9 +94,6 @@ class Model(L.LightningModule):
         after = [local(p) for p in self.parameters()]
         self.history[-1]["moved"] = any(bool((a != b).any()) for a, b in zip(after, before, strict=True))
         self.history[-1]["scale"] = self.trainer.precision_plugin.scaler.get_scale()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.3)
 
 
 def local(tensor: Any) -> Tensor:

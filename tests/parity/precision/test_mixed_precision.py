@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from parity_run import QUIET
 from pool import WorkerPool
+from small_models import Descends
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -53,7 +54,7 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], -1)
 
 
-class Model(L.LightningModule):
+class Model(Descends):
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -81,9 +82,6 @@ class Model(L.LightningModule):
     def on_train_batch_end(self, *_: Any) -> None:
         if self.trainer.fit_loop._should_accumulate():
             self.sums |= {p.grad.dtype for p in self.parameters() if p.grad is not None}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def dataset() -> TensorDataset:
@@ -240,7 +238,7 @@ def test_bf16_mixed_is_close_to_one_device(pool: WorkerPool) -> None:
         torch.testing.assert_close(result["losses"]["loss"], expected["losses"]["loss"], rtol=2e-3, atol=0)
 
 
-class NormFirst(L.LightningModule):
+class NormFirst(Descends):
     """Its first unit norms the batch itself, in float32, with numbers that bfloat16 does not have."""
 
     def __init__(self) -> None:
@@ -255,9 +253,6 @@ class NormFirst(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.head(self.second(self.first(batch))).float().square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit_norm_first(

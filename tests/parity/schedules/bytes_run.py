@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from parity_run import QUIET
+from small_models import Descends
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,7 +41,7 @@ class Layer(nn.Module):
         return h + self.mlp(h)
 
 
-class Layers(L.LightningModule):
+class Layers(Descends):
     """Eight layers; ``outside``: their halves are units, added up by the step."""
 
     def __init__(self, outside: bool) -> None:
@@ -63,9 +64,6 @@ class Layers(L.LightningModule):
             for layer in self.layers:
                 h = layer(h)
         return self.head(h).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def bytes_sent(

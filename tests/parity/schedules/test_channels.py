@@ -174,30 +174,13 @@ def test_channels_count_in_a_limit_of_memory(pool: WorkerPool) -> None:
 
 
 @pytest.mark.nightly
-def test_receives_that_are_posted_too_early_keep_the_device_for_ever(pool: WorkerPool) -> None:
-    settings, layout = Settings("residual_mlp"), Layout("1f1b", 2, 1, 3)
-    report = pool.run(
-        train_over_channels,
-        EagerTransport,
-        settings,
-        layout,
-        world_size=layout.world_size,
-        grace=6,
-        expect_failure=True,
-    )
-    assert any(failure and "imed out" in str(failure) for failure in report.failures)
-
-
-@pytest.mark.nightly
-def test_channels_that_nobody_opens_hang(pool: WorkerPool) -> None:
-    settings, layout = Settings("residual_mlp"), Layout("1f1b", 2, 1, 3)
-    report = pool.run(
-        train_over_channels,
-        UnopenedTransport,
-        settings,
-        layout,
-        world_size=layout.world_size,
-        grace=2,
-        expect_failure=True,
-    )
-    assert any(failure and "nobody came to the first message" in str(failure) for failure in report.failures)
+@pytest.mark.parametrize(
+    ("transport", "grace", "said"),
+    [(EagerTransport, 6, "imed out"), (UnopenedTransport, 2, "nobody came to the first message")],
+)
+def test_early_receives_keep_the_device_for_ever_and_channels_that_nobody_opens_hang(
+    pool: WorkerPool, transport: Any, grace: int, said: str
+) -> None:
+    run = train_over_channels, transport, Settings("residual_mlp"), Layout("1f1b", 2, 1, 3)
+    report = pool.run(*run, world_size=2, grace=grace, expect_failure=True)
+    assert any(failure and said in str(failure) for failure in report.failures)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from feature_parts import assert_equal_trees
 from parity_run import QUIET, Layout, whole_weights
 from pool import WorkerPool
+from small_models import Descends
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
@@ -65,7 +66,9 @@ class Pooling(nn.Module):
         return self.mix(h[:, ::2] if h.shape[1] > LONG and self.training else h).relu()
 
 
-class Module(L.LightningModule):
+class Module(Descends):
+    lr = 0.2
+
     losses: list[float]
     recordings: list[int]  # in each batch
 
@@ -82,9 +85,6 @@ class Module(L.LightningModule):
         self.losses.append(float(outputs["loss"]))
         self.recordings.append(len(RECORDINGS))
         RECORDINGS.clear()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.2)
 
 
 class Padded(Module):

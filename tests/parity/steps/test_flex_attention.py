@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from parity_run import Layout
 from pipelined_fit import trainer
 from pool import WorkerPool
+from small_models import NotesLosses
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 from torch.utils.data import DataLoader
@@ -42,14 +42,15 @@ def mask_of(tokens: Tensor, of: str) -> Any:
     return flex.create_block_mask(within if rows else causal, rows, None, LENGTH, LENGTH, device="cpu")
 
 
-class Packed(pl.LightningModule):
+class Packed(NotesLosses):
+    lr = 0.5
+
     def __init__(self, of: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.of = of
         self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens, mask = batch
@@ -58,12 +59,6 @@ class Packed(pl.LightningModule):
         for block in self.blocks:
             h = block(h, mask)
         return nn.functional.cross_entropy(self.head(h)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.5)
 
 
 def train(layout: Layout | None, of: str, in_batch: bool = False, on_cpu: bool = True) -> list[float]:

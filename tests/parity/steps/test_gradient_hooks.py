@@ -16,12 +16,26 @@ from torch import Tensor, nn
 from lightning_pp.errors import ConfigurationError
 
 
+class Calls:
+    """Hooks that count their calls. Torch never frees a module of which a hook after accumulation is a method."""
+
+    number = 0
+
+    def count(self, gradient: Tensor) -> None:
+        self.number += 1
+
+    def shrink(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        self.number += 1
+        parameter.grad.div_(1 + parameter.grad.norm())
+
+
 class Hooked(Classifier):
     """Each parameter has two hooks, of which the first is not linear, and one that sees the accumulated gradient."""
 
     def __init__(self, kind: str, when: str) -> None:
         super().__init__()
-        self.kind, self.when, self.seen = kind, when, 0
+        self.kind, self.when, self.calls = kind, when, Calls()
         if when == "when built":
             self.add_hooks()
 
@@ -32,18 +46,10 @@ class Hooked(Classifier):
     def add_hooks(self) -> None:
         for parameter in self.parameters():
             if self.kind == "accumulated":
-                parameter.register_post_accumulate_grad_hook(self.shrink)
+                parameter.register_post_accumulate_grad_hook(self.calls.shrink)
             else:
                 parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
-                parameter.register_hook(self.count)
-
-    def count(self, gradient: Tensor) -> None:
-        self.seen += 1
-
-    def shrink(self, parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
-        self.seen += 1
-        parameter.grad.div_(1 + parameter.grad.norm())
+                parameter.register_hook(self.calls.count)
 
 
 def trained(layout: Layout | None, kind: str, when: str, accumulated: int) -> Any:
@@ -51,7 +57,7 @@ def trained(layout: Layout | None, kind: str, when: str, accumulated: int) -> An
     module = make(Hooked, kind=kind, when=when)
     trainer = make_unchecked_trainer(layout, accumulate_grad_batches=accumulated, check_val_every_n_epoch=3)
     trainer.fit(module, datamodule=Data(num_train=24))
-    ran_once = module.seen == 6 * sum(parameter.device.type == "cpu" for parameter in module.parameters())
+    ran_once = module.calls.number == 6 * sum(parameter.device.type == "cpu" for parameter in module.parameters())
     trainer.validate(module, datamodule=Data(), verbose=False)
     return plain(dict(trainer.callback_metrics)), ran_once
 

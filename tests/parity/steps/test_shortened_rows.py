@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from feature_parts import assert_equal_trees
 from pipelined_fit import trainer
 from pool import WorkerPool
+from small_models import Descends
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,7 +28,7 @@ class Encoder(nn.Module):
         return self.out(self.gru(x)[0])
 
 
-class Shortening(pl.LightningModule):
+class Shortening(Descends):
     def __init__(self, in_hook: bool) -> None:
         super().__init__()
         torch.manual_seed(5)
@@ -49,9 +49,6 @@ class Shortening(pl.LightningModule):
             x = block(x)
         last = x[torch.arange(len(x)), lengths - 1]
         return nn.functional.cross_entropy(self.head(last), y)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def trained(in_hook: bool, strategy: Any = "auto") -> dict[str, Tensor]:

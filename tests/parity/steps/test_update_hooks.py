@@ -104,6 +104,41 @@ class FollowsInStep(FollowsItself):
         pass
 
 
+class FollowsThenReads(FollowsItself):
+    """At last its hook reads what only a step leaves."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.left = loss.detach()
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.follow()
+        self.seen = 2 * self.left
+
+
+class ReadsThenFollows(FollowsThenReads):
+    """It cannot be run before training, so nothing is known of what it does."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen = 2 * self.left
+        self.follow()
+
+
+class Follows(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        for target, online in zip(module.target.parameters(), module.layers.parameters(), strict=False):
+            target.data = 0.9 * target.data + 0.1 * online.data
+
+
+class FollowedByCallback(FollowsItself):
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [Follows()]
+
+
 class FollowsAnotherUnit(Classifier):
     """A frozen root parameter that follows the weights of a block on another stage than the one that reads it."""
 
@@ -146,6 +181,7 @@ HOOKS = {
         NormalizesWeights,
         FollowsItself,
         FollowsInStep,
+        FollowsThenReads,
         FollowsAnotherUnit,
     )
 }
@@ -253,8 +289,15 @@ def train(kind: type[Classifier], layout: Layout | None = None, sharding: Any = 
 # each kind of hook in one of the modes, the rest at night
 BY_MODE = {
     "replicate": ("WarmsUp", "ScalesGradients", "FollowsAnotherUnit"),
-    "shard_grad_op": (),
-    "full_shard": ("SkipsUpdates", "ClampsWeights", "NormalizesWeights", "FollowsItself", "FollowsInStep"),
+    "shard_grad_op": ("FollowsItself",),
+    "full_shard": (
+        "SkipsUpdates",
+        "ClampsWeights",
+        "NormalizesWeights",
+        "FollowsItself",
+        "FollowsInStep",
+        "FollowsThenReads",
+    ),
 }
 CASES = [
     pytest.param(hooks, mode, marks=[] if hooks in of_mode else pytest.mark.nightly)
@@ -291,3 +334,13 @@ def test_an_average_in_a_buffer_is_refused(pool: WorkerPool) -> None:
     )
     assert "a Parameter with requires_grad=False" in failure.message
     assert report.seconds < 15
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"), [(ReadsThenFollows, "in follow"), (FollowedByCallback, "Follows.on_train_")]
+)
+def test_a_zip_of_parameters_is_not_one_of_a_stage(pool: WorkerPool, kind: type[Classifier], where: str) -> None:
+    """A rank has some of each list, so pairs would be others than on one device."""
+    told = pool.refusals(None, train, kind, Layout("1f1b", 2, 1, 2), world_size=2, timeout=60)
+    assert any(where in text and "computes from parameters of another stage" in text for text in told), told
+    assert any("on_train_batch_end of the module, before what only a step leaves" in text for text in told), told

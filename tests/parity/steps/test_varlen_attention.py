@@ -18,6 +18,7 @@ from feature_parts import assert_equal_trees
 from one_device import placed
 from parity_run import QUIET, Layout
 from pool import WorkerPool
+from small_models import NotesLosses
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.data import DataLoader
@@ -58,25 +59,20 @@ class Block(nn.Module):
         return h + self.out(attended.flatten(-2))
 
 
-class Packed(pl.LightningModule):
+class Packed(NotesLosses):
+    lr = 0.3
+
     def __init__(self, is_packed: bool) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.blocks = nn.ModuleList(Block(is_packed) for _ in range(4))
-        self.losses: list[float] = []
 
     def training_step(self, batch: Row, batch_idx: int) -> Tensor:
         h = self.embedding(batch["input_ids"])
         for block in self.blocks:
             h = block(h, batch["cu_seqlens"], batch["max_seqlen"])
         return F.cross_entropy(self.head(h)[0, :-1], batch["labels"][0, 1:])
-
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.3)
 
 
 def fit(layout: Layout | None, is_packed: bool, device: str = "cpu") -> tuple[Packed, pl.Trainer]:

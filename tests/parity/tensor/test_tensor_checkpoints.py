@@ -149,7 +149,7 @@ def check_same(found: Any, expected: Any) -> None:
             assert tensor_difference(two[place], value) < 1e-9, place
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "sizes", "in_background"),
     [("byte_gpt", (1, 2), True), ("tied_llama", (2, 2), False), ("adapted_llama", (1, 2), False)],

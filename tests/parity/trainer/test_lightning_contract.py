@@ -12,11 +12,11 @@ from pool import WorkerPool
 
 ONE_STAGE, TWO_STAGES = Layout("1f1b", 1, 1, 1), Layout("1f1b", 2, 1, 3)
 AT_NIGHT = [ONE_STAGE, Layout("zb_h1", 3, 1, 4)]
-# restarts and averages have tests of their own by day
+# restarts, averages, early stopping and hooks around the update have tests of their own by day
 BY_DAY = (
-    "checkpoints_with_every_option", "early_stopping_in_its_forms", "schedulers_and_their_monitor",
-    "accumulation_that_changes", "loops_that_end_early", "order_of_callback_hooks", "hooks_around_the_update",
-    "how_often_a_data_module_is_asked", "evaluation_results", "timers_stop",
+    "checkpoints_with_every_option", "schedulers_and_their_monitor", "accumulation_that_changes",
+    "loops_that_end_early", "order_of_callback_hooks", "how_often_a_data_module_is_asked", "evaluation_results",
+    "timers_stop",
 )  # fmt: skip
 LAYOUTS = [TWO_STAGES, *(pytest.param(layout, marks=pytest.mark.nightly) for layout in AT_NIGHT)]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import feature_parts
 import lightning.pytorch as L
 import pytest
 import torch
@@ -167,6 +169,7 @@ class KeepsOutputs(Classifier):
         super().__init__(lr)
         self.training_step_outputs: list[Tensor] = []
         self.validation_step_outputs: list[Any] = []
+        self.of_samples: tuple[list[Any], dict[str, list[Any]], dict[float, Any], set[int]] = [], {"all": []}, {}, set()
         self.num_batches_seen = 0
         self.epochs: list[Any] = []
 
@@ -184,8 +187,16 @@ class KeepsOutputs(Classifier):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         logits = self(batch[0])
         self.validation_step_outputs.append({"logits": logits, "target": batch[1]})
+        rows, by_name, by_key, classes = self.of_samples
+        rows.extend(logits.max(-1)[0].tolist())
+        by_name["all"] += [f"class {number}" for number in batch[1].tolist()]
+        for key, row in zip(batch[0][:, 0].tolist(), logits.tolist(), strict=True):
+            by_key[key] = {"row": row}
+        classes.update(batch[1].tolist())
 
     def on_validation_epoch_end(self) -> None:
+        *kept, classes = copy.deepcopy(self.of_samples)
+        self.epochs.append({"of_samples": kept, "classes": sorted(classes)})
         logits = torch.cat([output["logits"] for output in self.validation_step_outputs])
         target = torch.cat([output["target"] for output in self.validation_step_outputs])
         self.log("val_from_all", F.cross_entropy(logits, target))
@@ -195,14 +206,16 @@ class KeepsOutputs(Classifier):
 
 def kept_outputs(layout: Layout | None) -> Any:
     module, notes = make(KeepsOutputs), Notes()
-    make_trainer(layout, callbacks=[notes]).fit(module, Data())
+    # of single samples only the check can tell that an entry is one of a sample, and not of the batch
+    feature_parts.make_trainer(layout, callbacks=[notes]).fit(module, Data())
     return {"epochs": module.epochs, "notes": notes.taken}
 
 
 @pytest.mark.parametrize("layout", [TWO_STAGES, at_night(THREE_STAGES)], ids=str)
 def test_what_steps_append_to_the_module(pool: WorkerPool, layout: Layout) -> None:
     expected = check_on_every_rank(pool, kept_outputs, layout)
-    assert expected["epochs"][0]["logits"].shape == (6, NUM_CLASSES)
+    assert expected["epochs"][1]["logits"].shape == (6, NUM_CLASSES)
+    assert len(expected["epochs"][0]["of_samples"][0]) == 6
 
 
 # ---------------------------------------------------------------- validate, test, predict

@@ -153,11 +153,11 @@ def trained(
 
 
 RUNS: list[Any] = [
+    ("interleaved_1f1b", 2, {"data_parallel_size": 2, "sharding": "full_shard"}),
+    ("interleaved_1f1b", 2, {}),
     ("1f1b", 3, {}),
     ("zb_h1", 3, {}),
     ("zb_v", 2, {}),
-    ("interleaved_1f1b", 2, {}),
-    ("interleaved_1f1b", 2, {"data_parallel_size": 2, "sharding": "full_shard"}),
     ("1f1b", 3, {"activation_checkpointing": True}),
     ("zb_v", 2, {"activation_checkpointing": ["blocks.1", "blocks.2", "blocks.9"]}),
     ("gpipe", 2, {"whole_batch_loss": True}),
@@ -165,7 +165,7 @@ RUNS: list[Any] = [
 ]
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("schedule", "num_ranks", "options"), RUNS)
 def test_a_training_is_the_same_bit_for_bit(
     pool: WorkerPool, schedule: str, num_ranks: int, options: dict[str, Any]

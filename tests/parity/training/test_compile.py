@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core import rank_zero
 from parity_run import QUIET, Layout, Outcome, ParityData, Settings, differences, make_module, merged, reference, train
 from pool import WorkerPool
+from small_models import Descends
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -94,7 +95,7 @@ def test_units_are_as_before_after_a_run(pool: WorkerPool) -> None:
     assert pool.run(what_is_left, Layout("1f1b", 2, 1, 2), world_size=2, timeout=120) == [[], []]
 
 
-class Layers(LightningModule):
+class Layers(Descends):
     """Units that are layers of torch, and blocks of two layers beside them if wanted."""
 
     def __init__(self, num_blocks: int) -> None:
@@ -106,9 +107,6 @@ class Layers(LightningModule):
         for layer in self.layers:
             batch = layer(batch)
         return batch.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def compiled_graphs(num_blocks: int, schedule: str) -> tuple[int, list[str], list[torch.Tensor]]:

@@ -49,35 +49,6 @@ BY_DAY = [
     ("residual_mlp", "clipped_by_value", Layout("gpipe", 3, 1, 2)),
 ]
 
-# the same for every model: pipeline sizes, schedules, accumulation, clipping, sharding
-_EACH_MODEL = [
-    ("plain", Layout("gpipe", 2, 1, 3)),
-    ("plain", Layout("zb_h1", 3, 1, 5)),
-    ("accumulated", Layout("1f1b", 3, 1, 4)),
-    ("accumulated", Layout("zb_h1", 2, 1, 3)),
-    ("accumulated", Layout("zb_h1", 2, 2, 3)),
-]
-_SOME_MODELS = [
-    ("gpt2_float64_loss", "clipped_by_value", Layout("1f1b", 2, 2, 2)),
-    ("demo_transformer", "clipped_by_value", Layout("zb_h1", 2, 1, 3)),
-    ("residual_mlp", "clipped_by_value", Layout("gpipe", 3, 1, 2)),
-    ("root_parameters", "clipped_by_value", Layout("1f1b", 2, 1, 3)),
-    ("gpt2_float64_loss", "groups_and_frozen", Layout("zb_h1", 3, 1, 3)),
-    ("t5", "groups_and_frozen", Layout("1f1b", 2, 1, 4)),
-    ("vit", "groups_and_frozen", Layout("gpipe", 2, 2, 2)),
-    ("root_parameters", "groups_and_frozen", Layout("zb_h1", 3, 1, 3)),
-    ("residual_mlp", "groups_and_frozen", Layout("zb_h1", 4, 1, 4)),  # a stage in the middle has nothing to train
-    ("residual_mlp", "fewer_samples", Layout("1f1b", 3, 1, 6)),
-    ("llama_float64_loss", "fewer_samples", Layout("zb_h1", 2, 1, 8)),
-    ("unet", "fewer_samples", Layout("gpipe", 2, 2, 4)),
-    ("residual_mlp", "accumulated", Layout("zb_v", 1, 1, 3)),
-    ("gpt2_float64_loss", "accumulated", Layout("1f1b", 1, 2, 2)),
-    ("t5", "plain", Layout("interleaved_1f1b", 1, 1, 1)),
-    ("llama", "plain", Layout("interleaved_1f1b", 2, 1, 4)),
-    ("t5", "accumulated", Layout("zb_v", 2, 1, 4)),
-    ("root_parameters", "accumulated", Layout("zb_v", 2, 2, 3)),
-    ("vit", "accumulated", Layout("interleaved_1f1b", 2, 2, 2)),
-]
 _LAYOUTS = [Layout("", 2, 1, 3), Layout("", 3, 1, 4), Layout("", 2, 2, 3), Layout("", 1, 2, 2), Layout("", 4, 1, 8)]
 CROSS_PRODUCT = [
     (model, variant, replace(layout, schedule=schedule))
@@ -89,11 +60,12 @@ CROSS_PRODUCT = [
     for model, variant, layout in product(
         MODELS,
         ("plain", "accumulated", "groups_and_frozen"),
-        (Layout("interleaved_1f1b", 2, 1, 4), Layout("interleaved_1f1b", 2, 2, 3), Layout("zb_v", 2, 1, 4)),
+        [
+            *(Layout("interleaved_1f1b", *sizes) for sizes in ((1, 1, 1), (2, 1, 4), (2, 2, 3))),
+            *(Layout("zb_v", *sizes) for sizes in ((1, 1, 3), (2, 1, 4), (2, 2, 3))),
+        ],
     )
 ]
-_FURTHER = [*((model, *case) for model, case in product(MODELS, _EACH_MODEL)), *_SOME_MODELS]
-CROSS_PRODUCT += [case for case in _FURTHER if case not in CROSS_PRODUCT]
 EVERY_SCHEDULE_BY_DAY = [("auto", "residual_mlp")]
 
 

@@ -13,6 +13,7 @@ import torch
 from parity_models import DATASETS, MODELS, LlamaFloat64Loss
 from parity_run import QUIET, Layout, Settings, check_like_one_device, train_pipelined
 from pool import WorkerPool
+from small_models import Descends
 from test_resume import FILE, ONE_DEVICE, check_chain
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -101,7 +102,7 @@ class Block(nn.Module):
         return h + self.down(self.second(h).tanh())
 
 
-class Three(L.LightningModule):
+class Three(Descends):
     """Three blocks, which two ranks can only share out as two and one if they stay whole."""
 
     def __init__(self, width: int = 192, length: int = 160) -> None:
@@ -126,9 +127,6 @@ class Three(L.LightningModule):
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(4)
         return DataLoader(torch.randn(16, *self.shape, generator=generator), batch_size=8)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit_three(
@@ -191,7 +189,7 @@ WIDTH = 192
 AT_THE_EDGE = {"zb_h1": (24, 30, 32, 40), "auto": (28, 30)}
 
 
-class ThreeUnequal(L.LightningModule):
+class ThreeUnequal(Descends):
     """Two equal blocks with a smaller one between them; how much smaller says what a cut inside of it is worth."""
 
     def __init__(self, inner: int) -> None:
@@ -210,9 +208,6 @@ class ThreeUnequal(L.LightningModule):
 
     def train_dataloader(self) -> Any:
         return DataLoader(torch.randn(8, 160, WIDTH), batch_size=8)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Hidden(nn.Module):

@@ -139,6 +139,13 @@ def test_bubbles_of_hundreds_of_ranks_are_those_of_the_formulas(name: str, span:
     assert max(schedule.simulate().span_ms) == span
 
 
+def test_many_actions_of_interleaved_zb_have_the_warm_up_that_holds_less() -> None:
+    schedule = build_schedule("interleaved_zb", num_ranks=256, num_microbatches=768).validate()
+    simulation = schedule.simulate()
+    assert max(simulation.span_ms) == 6 * 768 + 255  # p - 1 with F, I and W of 1, as interleaved 1F1B with split W
+    assert simulation.peak_memory == (255 + 256 + 1,) * 256  # (p - 1) + (v - 1) * p + 1
+
+
 def test_coded_programs_are_like_tuples_of_actions() -> None:
     coded = build_schedule("zb_h1", num_ranks=3, num_microbatches=5).programs[1]
     plain = tuple(coded)

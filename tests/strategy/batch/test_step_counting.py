@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from parity_run import whole_weights
 from pipelined_fit import trainer as make_trainer
 from pool import WorkerPool
+from small_models import Descends
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,8 +22,10 @@ from lightning_pp.strategy.batch.counting import StepCounting
 WORDS, LENGTH, MICROBATCHES, BATCHES = 11, 6, 4, 5
 
 
-class Reader(pl.LightningModule):
+class Reader(Descends):
     """Predicts the next word; words of 0 are no targets. Subclasses write the loss in other ways."""
+
+    lr = 0.5
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,9 +45,6 @@ class Reader(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch[0])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
 class Padded(Reader):

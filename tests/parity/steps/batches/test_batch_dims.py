@@ -6,12 +6,12 @@ import ast
 import re
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 from feature_parts import assert_equal_trees, check_with_weights, make_trainer
 from parity_run import Layout, whole_weights
 from pool import WorkerPool
+from small_models import NotesLosses
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -37,13 +37,14 @@ class Block(nn.Module):
         return h + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
-class Decoder(L.LightningModule):
+class Decoder(NotesLosses):
+    lr = 0.3
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.losses: list[float] = []
         self.seen: list[Tensor] = []
 
     def forward(self, batch: Any) -> Tensor:
@@ -67,14 +68,8 @@ class Decoder(L.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return {"logits": self(batch), "first": batch["inputs"]["position_ids"][0].reshape(-1, LENGTH)}
 
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
     def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
         self.seen.append(outputs)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.3)
 
 
 class Contrastive(Decoder):
@@ -116,12 +111,12 @@ def train(layout: Layout | None, kind: type[Decoder], sizes: tuple[int, ...], **
     return module.losses, module.seen, logged, trainer.predict(module, loader((5, 3))), weights
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("kind", "layout", "sizes", "options"),
     [
-        (Decoder, Layout("1f1b", 2, 1, 2), (4, 3), {}),
         (Views, Layout("zb_v", 2, 1, 3), (3, 6), {}),
+        (Decoder, Layout("1f1b", 2, 1, 2), (4, 3), {}),
         (Contrastive, Layout("1f1b", 2, 1, 3), (4, 3), {"whole_batch_loss": True}),
     ],
     ids=str,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from feature_parts import assert_equal_trees, check_with_weights, make_trainer
 from parity_run import QUIET, Layout, whole_weights
 from pool import WorkerPool
+from small_models import NotesLosses
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -82,7 +83,7 @@ class Convolution(nn.Module):
         return torch.tanh(self.own(h).index_add(0, edges[1], self.message(h)[edges[0]]))
 
 
-class Graphs(L.LightningModule):
+class Graphs(NotesLosses):
     collate = staticmethod(collate)
 
     def __init__(self) -> None:
@@ -91,7 +92,6 @@ class Graphs(L.LightningModule):
         self.embedding = nn.Linear(6, 8)
         self.convolutions = nn.ModuleList(Convolution(8) for _ in range(4))
         self.head = nn.Linear(8, 1)
-        self.losses: list[float] = []
         self.seen: list[Any] = []
 
     def forward(self, batch: Any) -> Tensor:
@@ -117,14 +117,8 @@ class Graphs(L.LightningModule):
         self.log("val_loss", self.loss(batch), batch_size=len(predictions))
         return predictions
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-
     def on_validation_batch_end(self, outputs: Any, *args: Any) -> None:
         self.seen.append(outputs.tolist())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def loader(self, number: int, seed: int) -> DataLoader[Any]:
         placement = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from feature_parts import assert_equal_trees
 from pipelined_fit import trainer
 from pool import WorkerPool
+from small_models import Descends
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -57,7 +57,7 @@ LINES = {
 }
 
 
-class Mixing(pl.LightningModule):
+class Mixing(Descends):
     """Mixes in its step, or in the hook of its batches."""
 
     def __init__(self, how: str, in_hook: bool) -> None:
@@ -75,9 +75,6 @@ class Mixing(pl.LightningModule):
         for block in self.blocks:
             h = block(h)
         return nn.functional.cross_entropy(h, y) if self.how in MIXUPS else nn.functional.mse_loss(h, y)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def trained(how: str, in_hook: bool, strategy: Any = "auto") -> dict[str, Tensor]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
 from feature_parts import check_with_weights, make_trainer
 from parity_run import Layout, whole_weights
 from pool import WorkerPool
+from small_models import NotesLosses
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding, DataCollatorWithFlattening
@@ -57,8 +57,10 @@ class Block(nn.Module):
         return h + self.out(torch.cat(parts, 1))
 
 
-class Packed(L.LightningModule):
+class Packed(NotesLosses):
     """Masks attention by position ids that restart, or attends by ``cu_seqlens``; the loss is torch's."""
+
+    lr = 0.3
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +68,6 @@ class Packed(L.LightningModule):
         self.embedding, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(32, WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.losses: list[float] = []
 
     def forward(self, batch: Any) -> Tensor:
         h = self.embedding(batch["input_ids"]) + self.positions(batch["position_ids"])
@@ -89,12 +90,6 @@ class Packed(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch), batch_size=1)
-
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.3)
 
 
 class ByHand(Packed):

@@ -225,6 +225,29 @@ class UpdatesOverAll(Step):
         return OverAll(self.parameters())
 
 
+class SharpnessAware(torch.optim.SGD):
+    """Takes the gradients of other weights, as SAM does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        closure = torch.enable_grad()(closure)
+        closure()
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before = [p.clone() for p in held]
+        for p in held:
+            p.add_(p.grad, alpha=0.01)
+        loss = closure()
+        for p, value in zip(held, before, strict=True):
+            p.copy_(value)
+        super().step()
+        return loss
+
+
+class EvaluatesAgain(Step):
+    def configure_optimizers(self) -> Any:
+        return SharpnessAware(self.parameters(), 0.1)
+
+
 class Codebook(Step):
     """A mean that goes into the loss, and moves with each forward."""
 
@@ -294,6 +317,7 @@ REFUSED = [
     (SeedsAGenerator, r"reported_steps.py:\d+ in training_step draws the same random numbers for every microbatch"),
     (SeedsAtItsEnd, r"test_reported_steps.py:\d+ in extra draws the same random numbers for every microbatch"),
     (SeedsTorch, r"test_reported_steps.py:\d+ in training_step draws the same random numbers for every microbatch"),
+    (EvaluatesAgain, "SharpnessAware.step calls its closure several times"),
     (UpdatesOverAll, "OverAll combines several parameters in an update"),
     (Codebook, r"The step writes into a buffer of the module \('code'\)"),
     (CountsAndCouples, r"The samples are coupled in .*test_reported_steps.py:\d+ in extra by `std`"),

@@ -84,6 +84,31 @@ class DividesByLength(SelectsRareRows):
         return h[x[:, 6] > 1.4].square().sum() / len(x)
 
 
+class ReducesTheFirst(SelectsRareRows):
+    """Takes a mean over more first samples than a microbatch has, of a batch that has more."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        return h[:3].square().mean()
+
+
+class ReducesTheFirstBeforeAUnit(SelectsRareRows):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0] if isinstance(batch, (list, tuple)) else batch
+        first = x[:3]
+        for block in self.blocks:
+            first = first + torch.tanh(block(first))
+        return first.square().mean()
+
+
+class LooksAtTheFirst(SelectsRareRows):
+    """Makes pictures of the first samples, of more than there are, and sees to all samples in the loss."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        pictures = (h[:64] - h[:64].min()) * 255 + h[:64].mean(1, keepdim=True)
+        assert pictures.shape == h.shape
+        return h[: len(h) + 60].square().mean() + h[: len(x)].abs().mean()
+
+
 def cut(batch: Any, number: int) -> list[Any]:
     """The user's way to cut a batch, so nobody else can make a larger one of a microbatch."""
     return list(zip(*(tensor.chunk(number) for tensor in batch), strict=True))
@@ -106,8 +131,14 @@ def test_numbers_of_python_have_to_add_up(pool: WorkerPool) -> None:
     assert text in refusal(pool, DividesByAtLeastOne)
 
 
+@pytest.mark.parametrize("kind", [ReducesTheFirst, ReducesTheFirstBeforeAUnit])
+def test_a_mean_of_the_first_samples_is_refused(pool: WorkerPool, kind: type[Step]) -> None:
+    assert "reduces the first 3 samples. On one device these are 3 of the batch's" in refusal(pool, kind)
+
+
 @pytest.mark.parametrize(
-    "kind", [SelectsRows, SelectsByAMask, SelectsRareRows, SelectsBeforeAUnit, SelectsIfAny, DividesByLength]
+    "kind",
+    [SelectsRows, SelectsByAMask, SelectsRareRows, SelectsBeforeAUnit, SelectsIfAny, DividesByLength, LooksAtTheFirst],
 )
 def test_sums_of_selected_rows_train_as_on_one_device(pool: WorkerPool, kind: type[Step]) -> None:
     expected = fitted(kind, None, 4)[0]
