@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 from torch.distributed import Store, TCPStore, device_mesh
 
 from lightning_pp.distributed.control import make_control_groups
-from lightning_pp.distributed.groups import agreed_groups, group_of_two
+from lightning_pp.distributed.groups import agreed_groups, pair_group
 from lightning_pp.distributed.meshes import make_meshes
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.runtime.transport.channels import opening_order
@@ -100,7 +100,7 @@ def open_channels(sizes: ParallelSizes, placement: Placement) -> int:
     place, replica = divmod(dist.get_rank(), sizes.data_parallel)
     mine = [channel for channel in opening_order(neighbours(placement)) if place in channel]
     for channel in mine:
-        group = group_of_two(f"{replica}/{channel}", channel.index(place), "cpu", TIMEOUT)
+        group = pair_group(f"{replica}/{channel}", channel.index(place), "cpu", TIMEOUT)
         number = torch.zeros(1)
         (group.send([number], 1, 0) if channel[0] == place else group.recv([number], 0, 0)).wait()
     return len(mine)

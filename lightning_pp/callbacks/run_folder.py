@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_pp.errors import ConfigurationError
 
 
-def folder_of_logs(trainer: pl.Trainer) -> Path | None:
+def log_folder(trainer: pl.Trainer) -> Path | None:
     """The folder of the first logger that has one, as ``ModelCheckpoint`` finds it; on global rank 0 only."""
     for logger in trainer.loggers:
         if logger.save_dir is not None:
@@ -31,7 +31,7 @@ def shared_folder(trainer: pl.Trainer, dirpath: str | Path | None, name: str) ->
     """
     folder = dirpath
     if folder is None and trainer.is_global_zero:
-        folder = (folder_of_logs(trainer) or Path(trainer.default_root_dir)) / name
+        folder = (log_folder(trainer) or Path(trainer.default_root_dir)) / name
     return Path(trainer.strategy.broadcast(str(folder)))
 
 

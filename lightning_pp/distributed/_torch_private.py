@@ -28,7 +28,7 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 @uses("torch.Tensor._indices", "torch.Tensor._values")
-def parts_of_sparse(tensor: Tensor) -> list[Tensor]:
+def sparse_parts(tensor: Tensor) -> list[Tensor]:
     """Indices and values of a sparse tensor, also of one that is not coalesced, as they lie in it."""
     return [tensor._indices(), tensor._values()]
 
@@ -48,6 +48,6 @@ def few_ctas() -> Any:
     return options
 
 
-def groups_of_process() -> list[dist.ProcessGroup]:
+def process_groups() -> list[dist.ProcessGroup]:
     """All groups that this process is in."""
     return list(_world.pg_names)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pp.distributed._torch_private import parts_of_sparse
+from lightning_pp.distributed._torch_private import sparse_parts
 from lightning_pp.errors import BatchError
 from lightning_pp.split.data.tree import entries_of
 
@@ -182,7 +182,7 @@ def _dense_parts(tensor: Tensor) -> list[Tensor]:
         jagged: Any = tensor
         return [jagged.values(), jagged.offsets()]
     if tensor.layout is torch.sparse_coo:
-        return parts_of_sparse(tensor)
+        return sparse_parts(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -256,13 +256,13 @@ def _number_on_device(raw: Tensor) -> Tensor:
 
     Block by block, since a block's temporary copies take four times its bytes.
     """
-    sums = torch.cat([_sums_of_rows(block) for block in torch.split(raw, _BLOCK_BYTES)])
+    sums = torch.cat([_row_sums(block) for block in torch.split(raw, _BLOCK_BYTES)])
     while sums.numel() > 1:
-        sums = _sums_of_rows(sums.view(torch.uint8))
+        sums = _row_sums(sums.view(torch.uint8))
     return sums[0]
 
 
-def _sums_of_rows(raw: Tensor) -> Tensor:
+def _row_sums(raw: Tensor) -> Tensor:
     """For each row of ``_ROW_WORDS`` words the sum of words times multipliers by place, modulo 2**64."""
     padded = torch.nn.functional.pad(raw, (0, -raw.numel() % (8 * _ROW_WORDS)))  # a copy, so aligned
     rows = padded.view(torch.int64).view(-1, _ROW_WORDS)

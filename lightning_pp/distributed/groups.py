@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lightning_pp.distributed._torch_private import channel_options, few_ctas, groups_of_process
+from lightning_pp.distributed._torch_private import channel_options, few_ctas, process_groups
 from lightning_pp.distributed.loopback import gloo_on_loopback
 from lightning_pp.distributed.sizes import ParallelSizes
 
@@ -57,14 +57,14 @@ def world_options(backend: str, sizes: ParallelSizes) -> Any:
 
 
 @gloo_on_loopback()
-def group_of_hosts(timeout: timedelta | None) -> dist.ProcessGroup:
+def host_group(timeout: timedelta | None) -> dist.ProcessGroup:
     """A gloo group of all ranks, for collectives on tensors of the host. To be called by all ranks of the world."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group
 
 
 @gloo_on_loopback()
-def group_of_two(name: str, place: int, device_type: str, timeout: timedelta | None) -> Any:
+def pair_group(name: str, place: int, device_type: str, timeout: timedelta | None) -> Any:
     """A group that its two ranks alone make, of the one backend that ``device_type`` needs: NCCL, or gloo on the host.
 
     It is a backend as torch makes it for a group, and not a group itself: torch numbers groups, so all ranks of the
@@ -152,7 +152,7 @@ def abort_all(channels: Iterable[Any], seconds: float) -> bool:
     on a thread of its own, since one may stand behind another (https://github.com/pytorch/pytorch/issues/119797).
 
     Args:
-        channels: Of :func:`group_of_two`.
+        channels: Of :func:`pair_group`.
         seconds: How long to wait.
 
     Returns:
@@ -160,7 +160,7 @@ def abort_all(channels: Iterable[Any], seconds: float) -> bool:
     """
     global _aborted_world
     _aborted_world = dist.group.WORLD
-    groups = [*groups_of_process(), *channels]
+    groups = [*process_groups(), *channels]
     threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in groups]
     for thread in threads:
         thread.start()

@@ -38,7 +38,7 @@ def launcher_store() -> TextStore | None:
     return _texts(store)
 
 
-def store_of_attempt(timeout: timedelta) -> PrefixStore | None:
+def attempt_store(timeout: timedelta) -> PrefixStore | None:
     """For the process group: what no process of another attempt writes to, and no earlier process group has.
 
     Every rank of the job has to call it.

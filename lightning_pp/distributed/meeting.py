@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lightning_pp.distributed._torch_private import groups_of_process
+from lightning_pp.distributed._torch_private import process_groups
 from lightning_pp.distributed.control import hang_up
 
 _POLL_S = 0.02
@@ -161,7 +161,7 @@ class _Ended:
 def end_world() -> None:
     """Ends what this process waits for in any group, from any thread. None of them can be used again."""
     _note_end()
-    for group in groups_of_process():
+    for group in process_groups():
         hang_up(group)
 
 

@@ -72,9 +72,11 @@ def groups_of_collectives(mesh: DeviceMesh, data_parallel: DeviceMesh) -> list[d
 def replicating(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks of ``mesh`` as (replicate, shard) with one shard; every rank of it has to call."""
     ranks = mesh.mesh.flatten().unsqueeze(1)
-    return DeviceMesh.from_group([mesh.get_group(), _group_of_one()], mesh.device_type, ranks, mesh_dim_names=HSDP_AXES)
+    return DeviceMesh.from_group(
+        [mesh.get_group(), _single_rank_group()], mesh.device_type, ranks, mesh_dim_names=HSDP_AXES
+    )
 
 
-def _group_of_one() -> Any:
+def _single_rank_group() -> Any:
     """A group of this rank alone."""
     return dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="one_shard")

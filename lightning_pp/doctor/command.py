@@ -24,7 +24,7 @@ from rich.console import Console
 from lightning_pp.doctor.checks import all_checks
 from lightning_pp.doctor.child import LONGEST_S, Options
 from lightning_pp.doctor.findings import Status
-from lightning_pp.doctor.report import print_report, worst_of, write_json
+from lightning_pp.doctor.report import print_report, worst_status, write_json
 from lightning_pp.doctor.run import examine
 from lightning_pp.doctor.teams import LauncherTeam, Team, is_launched, team_of
 from lightning_pp.versions import version_line
@@ -80,7 +80,7 @@ def _run(team: Team, options: Options, path: Path) -> int:
     about = {"num_ranks": num_ranks, "device_type": device_type, "shares_device": team.shares_device}
     write_json(path, rows, **about, seconds=seconds)
     console.print(f"Written to {path}: attach it to an issue.")
-    return int(worst_of(rows) is Status.FAILURE)
+    return int(worst_status(rows) is Status.FAILURE)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -41,10 +41,10 @@ def print_report(console: Console, rows: Sequence[Row], num_ranks: int, device_t
     console.print(table)
     counts = Counter(row.finding.status for row in rows)
     told = ", ".join(f"{counts[status]} {status.value}" for status in Status if counts[status])
-    console.print(f"{told}; {seconds:.0f} s.", style=_STYLES[worst_of(rows)])
+    console.print(f"{told}; {seconds:.0f} s.", style=_STYLES[worst_status(rows)])
 
 
-def worst_of(rows: Sequence[Row]) -> Status:
+def worst_status(rows: Sequence[Row]) -> Status:
     """The worst status of all rows."""
     order = list(Status)
     return max((row.finding.status for row in rows), key=order.index, default=Status.OK)
@@ -58,7 +58,7 @@ def write_json(path: Path, rows: Sequence[Row], **about: Any) -> None:
         **about,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "status": worst_of(rows).value,
+        "status": worst_status(rows).value,
         "findings": [_finding(row) for row in rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_pp.distributed.launcher_store import store_of_attempt
+from lightning_pp.distributed.launcher_store import attempt_store
 from lightning_pp.doctor.findings import Outcome
 from lightning_pp.doctor.sharing import variables_of_rank
 
@@ -91,7 +91,7 @@ class LauncherTeam(Team):
     """
 
     def __init__(self) -> None:
-        of_attempt = store_of_attempt(timedelta(minutes=10))
+        of_attempt = attempt_store(timedelta(minutes=10))
         store, rank, num_ranks = next(iter(rendezvous("env://")))
         super().__init__(int(num_ranks))
         self._store: Any = PrefixStore("lightning_pp/doctor", of_attempt or store)

@@ -197,7 +197,7 @@ def _summarize_edge(split: SplitModel, edge: Edge) -> CrossingSummary:
 
 
 def _name_of(record: StepRecord, value: Value) -> str:
-    if not value.is_of_unit:
+    if not value.made_by_unit:
         made_at = record.operations[value.leaf].place
         return f"{made_at.name} after {record.calls[made_at.num_calls - 1].unit}"
     call = record.calls[value.call]

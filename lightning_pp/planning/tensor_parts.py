@@ -89,7 +89,7 @@ class OnParts:
         named = self.fake_parameters.module.named_parameters(remove_duplicate=False)
         return {name: parameter for name, parameter in named if name in self.cuts.units.parts}
 
-    def traffic_of(self, unit: str) -> tuple[Traffic, Traffic, Traffic]:
+    def count_traffic(self, unit: str) -> tuple[Traffic, Traffic, Traffic]:
         """Of a unit in F, in I beside weight gradients, and in I where it runs again, of one microbatch."""
         forward, backward, inside, again = self._traffic.get(unit, (Traffic(),) * 4)
         return forward, backward, inside.plus(again) if unit in self.record.recomputed_units else inside

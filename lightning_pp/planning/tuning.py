@@ -208,7 +208,7 @@ def costs_of(
         costs = replace(costs, p2p=estimated.p2p, p2p_back=estimated.p2p_back)
     costs.per_stage(partition.num_stages)
     if units is None:
-        _warn_of_other_cuts(measured, partition)
+        _warn_other_cuts(measured, partition)
     costs = replace(costs, offload=estimated.offload, held_on_host=estimated.held_on_host)
     if holds_gib:
         return costs
@@ -224,7 +224,7 @@ def _measured_on(measured: GivenCosts, partition: Partition) -> bool:
     ]
 
 
-def _warn_of_other_cuts(measured: GivenCosts, partition: Partition) -> None:
+def _warn_other_cuts(measured: GivenCosts, partition: Partition) -> None:
     """Costs of other stages are ignored without an error, since no result depends on them."""
     units_then = measured.units
     if units_then is None:

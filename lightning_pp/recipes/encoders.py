@@ -49,10 +49,10 @@ def find_tokenizer(name: str, end: str | None) -> Encoder:
             f"the tokenizer {name} does not exist (looked from {Path.cwd()}): give byte, a tokenizer.json, or a "
             "directory with a tokenizer. One of a hub has to be downloaded first"
         )
-    return _of_directory(path, end) if path.is_dir() else _of_file(path, end)
+    return _encoder_from_directory(path, end) if path.is_dir() else _encoder_from_file(path, end)
 
 
-def _of_file(path: Path, end: str | None) -> Encoder:
+def _encoder_from_file(path: Path, end: str | None) -> Encoder:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -71,7 +71,7 @@ def _of_file(path: Path, end: str | None) -> Encoder:
     return Encoder(str(path), tokenizer.get_vocab_size(with_added_tokens=True), number, encode)
 
 
-def _of_directory(path: Path, end: str | None) -> Encoder:
+def _encoder_from_directory(path: Path, end: str | None) -> Encoder:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

@@ -47,7 +47,7 @@ def edge_to(tensor: Tensor) -> GradientEdge:
 
 
 @uses("torch.Tensor._base")
-def base_of(view: Tensor) -> Tensor | None:
+def view_base(view: Tensor) -> Tensor | None:
     """The tensor that ``view`` is a view of; None if it is none."""
     return view._base
 

@@ -54,7 +54,7 @@ class StepInputs:
         is_timed: Whether the times of the actions are taken.
         data: The microbatches; their tensors stay on the device.
         label: Makes a context around each action, and around each wait for other stages, of its name
-            (:func:`label_of`), for a profiler; None for none.
+            (:func:`profile_label`), for a profiler; None for none.
     """
 
     plans: Sequence[StepPlan]
@@ -132,7 +132,7 @@ class PipelineExecutor:
     def running_action(self) -> str:
         """The action (``1F3``) that is under way; empty outside of steps. To be read from any thread."""
         running = self._running
-        return "" if running is None else str(_action_of(running))
+        return "" if running is None else str(_entry_action(running))
 
     def run(self, schedule: Schedule, inputs: StepInputs) -> tuple[list[Any], StepTimer]:
         """Runs one step.
@@ -158,7 +158,7 @@ class PipelineExecutor:
                     stack.enter_context(weight_gradients_deferrable())
                 for entry in program.entries:
                     self._running = entry
-                    with nullcontext() if inputs.label is None else inputs.label(label_of(_action_of(entry))):
+                    with nullcontext() if inputs.label is None else inputs.label(profile_label(_entry_action(entry))):
                         step.carry_out(entry)
                 step.finish()
         except BaseException as error:
@@ -383,7 +383,7 @@ class _Step:
             stay = self._stay[entry.stage] = set(map(address_of, tensors))
         saved = SavedTensors(self._offloader, stay, entry.offloaded)
         self._offloaded[entry.stage, entry.microbatch] = saved
-        return saved.of_forward()
+        return saved.around_forward()
 
     def _arriving_gradients(self, entry: _Entry) -> Iterable[tuple[Value, Tensor]]:
         if entry.is_last_stage and self._tail is not None:
@@ -394,7 +394,7 @@ class _Step:
         """What the action receives, waited for now."""
         label = self._inputs.label
         self.timer.start_waiting()
-        with nullcontext() if label is None else label(f"wait for {label_of(stop.action)}"):
+        with nullcontext() if label is None else label(f"wait for {profile_label(stop.action)}"):
             received = self._transport.receive(stop)
         self.timer.stop_waiting()
         return self._transport.joined(stop, received)
@@ -406,7 +406,7 @@ class _Step:
         return StepRandomness.of_microbatch(self._inputs.seed, number, self._device)
 
 
-def label_of(action: Action) -> str:
+def profile_label(action: Action) -> str:
     """What an action is called in a profile: ``stage 1 F microbatch 3``."""
     microbatch = "" if action.microbatch is None else f" microbatch {action.microbatch}"
     return f"stage {action.stage} {action.kind.value}{microbatch}"
@@ -417,7 +417,7 @@ def failed_action(error: BaseException) -> str:
     return str(vars(error).get(_FAILED_ACTION, ""))
 
 
-def _action_of(entry: _Entry | Stop) -> Action:
+def _entry_action(entry: _Entry | Stop) -> Action:
     return entry.action if isinstance(entry, Stop) else entry.stop.action
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_pp.runtime._torch_private import base_of
+from lightning_pp.runtime._torch_private import view_base
 from lightning_pp.split._torch_private import version_of
 
 _LEAST_BYTES = 4096
@@ -137,7 +137,7 @@ class SavedTensors:
         self._made: Any = None
 
     @contextmanager
-    def of_forward(self) -> Iterator[None]:
+    def around_forward(self) -> Iterator[None]:
         """Within runs F; its end begins the copies to the host."""
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
@@ -179,7 +179,7 @@ class SavedTensors:
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device == self._offloader.device
         if not is_plain or tensor.is_conj() or tensor.is_neg():
             return tensor
-        base = base_of(tensor)
+        base = view_base(tensor)
         origin = tensor if base is None else base
         if isinstance(origin, nn.Parameter) or (origin.is_leaf and origin.requires_grad):
             return tensor

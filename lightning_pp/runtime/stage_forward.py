@@ -143,7 +143,9 @@ class StageCalls:
         self.sent = frozenset(edge.value for edge in self.plan.sends) | self.plan.keeps
         # results of operations between units that come here or leave, and those of them that the step ends with
         self.operations = {
-            value.leaf: plan.record.operations[value.leaf] for value in (*received, *self.sent) if not value.is_of_unit
+            value.leaf: plan.record.operations[value.leaf]
+            for value in (*received, *self.sent)
+            if not value.made_by_unit
         }
         self.record = plan.record
         self.split_head = plan.record.split_head

@@ -24,7 +24,7 @@ from lightning_pp.runtime.stage_forward import InFlight
 from lightning_pp.split.data.tree import leaves_of
 from lightning_pp.split.fakes.parameters import has_data
 from lightning_pp.split.record.step_record import Value
-from lightning_pp.split.record.whole_batch import Join, RowOrders, WholeBatchPlan, batch_only_places, join_of
+from lightning_pp.split.record.whole_batch import Join, RowOrders, WholeBatchPlan, batch_only_places, find_join
 from lightning_pp.split.unit_calls.interception import CallHandler
 
 _TOLERANCE = 1e-2
@@ -218,7 +218,7 @@ class _RowWatch:
         if len(given) < len(numbers):
             return
         parts = [given[index] for index in range(len(numbers))]
-        join = join_of([tuple(part.shape) for part in parts], tuple(tensor.shape), numbers)
+        join = find_join([tuple(part.shape) for part in parts], tuple(tensor.shape), numbers)
         if join is None:
             return
         rows = join.rows_per_sample

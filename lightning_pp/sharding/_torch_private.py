@@ -149,7 +149,7 @@ def nodes_made_since(number: int, outputs: Iterable[Tensor]) -> list[Node]:
 
 
 @uses("torch.Tensor._values")
-def values_of_sparse(gradient: Tensor) -> Tensor:
+def sparse_values(gradient: Tensor) -> Tensor:
     """The values that a sparse gradient holds, also of one that is not coalesced, as they lie in it."""
     return gradient._values()
 

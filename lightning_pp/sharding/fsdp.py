@@ -14,7 +14,7 @@ from lightning_pp.schedule.sharding import UnitPlan
 from lightning_pp.sharding._torch_private import shard_together
 from lightning_pp.sharding.units.collective_times import CollectiveClock
 from lightning_pp.sharding.units.gather_on_use import GatherOnUse
-from lightning_pp.sharding.units.group import UnitGroup, gathered_bytes, slots_of
+from lightning_pp.sharding.units.group import UnitGroup, gathered_bytes, parameter_slots
 from lightning_pp.sharding.units.grouping import groups_sharing_parameters, never_sharded
 from lightning_pp.sharding.units.reduction import GradientReduction, finish_all
 from lightning_pp.sharding.units.undo import UnitsBefore
@@ -97,7 +97,7 @@ class ShardedUnits:
         self._is_in_batch = False
 
         # no list of all parameters may outlive this line: each is freed as soon as it is sharded
-        self.replicated = _of_units([*never_sharded(units), *replicated], units)
+        self.replicated = _parameters_in_units([*never_sharded(units), *replicated], units)
         """The parameters of the units that are left whole; somebody else has to reduce their gradients."""
         for names in groups_sharing_parameters(units, set(self.replicated)):
             together = {name: units[name] for name in names}
@@ -285,7 +285,7 @@ class ShardedUnits:
             self._hooks.is_paused = before
 
     def _shard(self, units: Mapping[str, nn.Module]) -> None:
-        slots = slots_of(units, self.replicated)
+        slots = parameter_slots(units, self.replicated)
         if not slots:
             return
         for slot in slots:
@@ -320,7 +320,9 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _of_units(parameters: Iterable[nn.Parameter], units: Mapping[str, nn.Module]) -> tuple[nn.Parameter, ...]:
+def _parameters_in_units(
+    parameters: Iterable[nn.Parameter], units: Mapping[str, nn.Module]
+) -> tuple[nn.Parameter, ...]:
     """Those of ``parameters`` that belong to ``units``, each once."""
     own = {parameter for unit in units.values() for parameter in unit.parameters()}
     return tuple(parameter for parameter in dict.fromkeys(parameters) if parameter in own)

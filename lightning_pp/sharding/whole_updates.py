@@ -251,19 +251,19 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _optimizers_of(optimizer: Optimizer) -> Iterator[Optimizer]:
+def _find_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
     """It and those that it holds, as one that wraps another does."""
     yield optimizer
     for value in vars(optimizer).values():
         if isinstance(value, Optimizer):
-            yield from _optimizers_of(value)
+            yield from _find_optimizers(value)
 
 
 def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    groups = [group for each in _optimizers_of(optimizer) for group in each.param_groups]
+    groups = [group for each in _find_optimizers(optimizer) for group in each.param_groups]
     return list({id(group): group for group in groups}.values())
 
 
 def _states_of(optimizer: Optimizer) -> list[Any]:
     """The dicts of states, each once."""
-    return list({id(each.state): each.state for each in _optimizers_of(optimizer)}.values())
+    return list({id(each.state): each.state for each in _find_optimizers(optimizer)}.values())

@@ -151,7 +151,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 @uses("torch.UntypedStorage._cdata")
-def number_of_memory(tensor: Tensor) -> int:
+def memory_number(tensor: Tensor) -> int:
     """A number that tensors over the same memory share, as long as one of them lives."""
     return int(tensor.untyped_storage()._cdata)
 
@@ -168,7 +168,7 @@ def schema_of(operation: Any) -> Any:
 
 
 @uses("torch._ops.OpOverload._overloadpacket")
-def packet_of(operation: Any) -> Any:
+def overload_packet(operation: Any) -> Any:
     """The operation of all overloads that ``operation`` is one of."""
     return operation._overloadpacket
 

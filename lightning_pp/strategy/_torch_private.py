@@ -24,7 +24,7 @@ _set_timeout: Any = private(
 _SpectralNorm: Any = private("torch.nn.utils.parametrizations._SpectralNorm")
 
 
-def store_of_job() -> Any:
+def job_store() -> Any:
     """The key-value store that the process group of all ranks was made with."""
     return _get_default_store()
 

@@ -344,7 +344,7 @@ class PipelineEngine:
                 ),
             )
         if not trains:
-            self.gradients.end_of_evaluation()
+            self.gradients.finish_evaluation()
             return outputs
         self.gradients.end(reduce=reduce)
         self._note_training(run, schedule, timer)

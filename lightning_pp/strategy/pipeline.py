@@ -23,9 +23,9 @@ from lightning_pp.strategy._lightning_private import (
 from lightning_pp.strategy.checkpoints.averaging import average_own_part
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
 from lightning_pp.strategy.checkpoints.rank_part import rank_part
-from lightning_pp.strategy.faults.ends import warn_of_nothing_trained
+from lightning_pp.strategy.faults.ends import warn_nothing_trained
 from lightning_pp.strategy.lightning.callbacks import adapt_callbacks
-from lightning_pp.strategy.lightning.loggers import warn_of_folders_left_out
+from lightning_pp.strategy.lightning.loggers import warn_folders_left_out
 from lightning_pp.strategy.lightning.loop import PipelineOptimization
 from lightning_pp.strategy.options import StrategyOptions
 from lightning_pp.strategy.parameters.finetuning import finetune_whole_module
@@ -117,7 +117,7 @@ class HeldPipeline:
         engine.finite.install(strategy.precision_plugin)
         self._checkpoints.attach(trainer, engine, part, strategy.checkpoint_io)
         if is_fitting:
-            finetune_whole_module(trainer, self._of_all_parameters)
+            finetune_whole_module(trainer, self._with_all_parameters)
             average_own_part(trainer, module, self._checkpoints)
         if is_new and (path := strategy.run_options.initial_weights) is not None:
             self._checkpoints.load_initial_weights(path)
@@ -125,7 +125,7 @@ class HeldPipeline:
     def _prepare_fit(self, trainer: pl.Trainer, optimizers: list[Optimizer]) -> None:
         strategy = self._strategy
         if self._checkpoints.is_sharded:
-            warn_of_folders_left_out(trainer.loggers)
+            warn_folders_left_out(trainer.loggers)
         self.built.check_memory(optimizers)
         if not strategy.options.sharding.cpu_offload:  # states are made where their parameters are
             optimizers_to_device(strategy.optimizers, strategy.root_device)
@@ -135,7 +135,7 @@ class HeldPipeline:
         PipelineOptimization.install(trainer)
 
     @contextmanager
-    def _of_all_parameters(self) -> Iterator[None]:
+    def _with_all_parameters(self) -> Iterator[None]:
         """Within, optimizers may get parameters of any stage; afterwards they have this rank's."""
         engine, strategy = self.built, self._strategy
         with engine.split.fake_parameters.all_parameters():
@@ -227,7 +227,7 @@ class HeldPipeline:
         trainer = self.engine.module.trainer
         has_trained = self.engine.num_batches_trained > self._num_trained_before
         if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not has_trained:
-            warn_of_nothing_trained(trainer)
+            warn_nothing_trained(trainer)
 
     def gather_module(self) -> None:
         """Makes the module whole on every rank, and drops the pipeline.

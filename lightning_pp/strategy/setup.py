@@ -125,7 +125,7 @@ class PipelineSetup:
         if self._options.device_memory_gib is not None:
             self._communicators_bytes += self.connection.open_neighbours()
         arguments = first_arguments(self.module, step, has_several_loaders=has_several_loaders)
-        with self._in_mode_of(step):
+        with self._in_step_mode(step):
             record = partial(self._record, batch, microbatches, step, arguments, request.fewest_stages)
             recording = self._recorded_by_all(record, step, beforehand)
             if self._options.activation_checkpointing == AUTO and step == "training_step":
@@ -151,7 +151,7 @@ class PipelineSetup:
         for text in filter(None, dict.fromkeys((recording.about_head, layout.about_head))):
             rank_zero_info(text)
         if split.record.failure is None:
-            _tell_of_wide_cuts(wide_cuts(split.step_plan()))
+            _warn_wide_cuts(wide_cuts(split.step_plan()))
         self.connection.set_last_stage(layout.placement.rank_of_stage[-1])
         return LaidOutModel(
             replace(split, tensor=tensor), layout, self._update_hooks, self._device_memory, self._cutter,
@@ -234,7 +234,7 @@ class PipelineSetup:
         return chosen, layout
 
     @contextmanager
-    def _in_mode_of(self, step: str) -> Iterator[None]:
+    def _in_step_mode(self, step: str) -> Iterator[None]:
         """Within, all modules are in the mode that ``step`` runs in."""
         modes = [(child, child.training) for child in self.module.modules()]
         if step != "training_step":
@@ -324,7 +324,7 @@ class PipelineSetup:
         return DeviceMemory(limit_gib, model, recording, updates, self._communicators_bytes)
 
 
-def _tell_of_wide_cuts(cuts: Sequence[WideCut]) -> None:
+def _warn_wide_cuts(cuts: Sequence[WideCut]) -> None:
     widest = max(cuts, key=lambda cut: cut.crossing_bytes, default=None)
     if widest is not None and widest.crossing_bytes >= 1 << 20:  # less is sent in no time
         others = f" Further cuts that send much: {len(cuts) - 1}." if len(cuts) > 1 else ""

@@ -168,7 +168,9 @@ class Measurements:
             for name, value in vars(times).items()
             if value is not None and not name.startswith(absent)
         }
-        found = {f"pp/{name}": value for name, value in self._of_pipeline(peak_tflops).items() if value is not None}
+        found = {
+            f"pp/{name}": value for name, value in self._pipeline_metrics(peak_tflops).items() if value is not None
+        }
         return metrics | found
 
     def _absent(self) -> tuple[str, ...]:
@@ -185,7 +187,7 @@ class Measurements:
         }
         return tuple(name for name, is_so in is_there.items() if not is_so)
 
-    def _of_pipeline(self, peak_tflops: float | None) -> dict[str, float | None]:
+    def _pipeline_metrics(self, peak_tflops: float | None) -> dict[str, float | None]:
         through, prediction = self.throughput, self.prediction
         tflops = through.model_flops / through.seconds / self.num_devices / 1e12 if through.seconds else 0.0
         squares = [reading.gradient_square for reading in self.readings]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_pp.split._torch_private import FakeTensor
 from lightning_pp.tensor.aside import Collective, aside
-from lightning_pp.tensor.parts import TensorPart, joined, part_of, pieces_of
+from lightning_pp.tensor.parts import TensorPart, joined, part_of, rank_pieces
 
 
 class PlannedGroup:
@@ -94,7 +94,7 @@ def _join(part: Tensor, dim: int, segments: Sequence[int], group: Any, run: Run 
 
 
 def _take(whole: Tensor, dim: int, segments: Sequence[int], group: Any, run: Run = _alone) -> Tensor:
-    return part_of(whole, TensorPart(dim, whole.shape, pieces_of(segments, group.rank(), group.size())))
+    return part_of(whole, TensorPart(dim, whole.shape, rank_pieces(segments, group.rank(), group.size())))
 
 
 def _scatter(partial: Tensor, dim: int, segments: Sequence[int], group: Any, run: Run = _alone) -> Tensor:

@@ -34,7 +34,7 @@ class TensorPart:
         return torch.Size(local)
 
 
-def pieces_of(segments: Sequence[int], rank: int, size: int) -> tuple[tuple[int, int], ...]:
+def rank_pieces(segments: Sequence[int], rank: int, size: int) -> tuple[tuple[int, int], ...]:
     """The runs of ``segments`` that rank ``rank`` of ``size`` holds; the first hold one more if it does not divide."""
     pieces, start = [], 0
     for length in segments:
@@ -61,7 +61,7 @@ def whole_of(local: Tensor, part: TensorPart, group: dist.ProcessGroup) -> Tenso
 def joined(local: Tensor, dim: int, segments: Sequence[int], group: Any, gather: Any = dist.all_gather) -> Tensor:
     """All ranks' parts joined to a tensor whose dimension ``dim`` has ``segments``, each of which is cut."""
     size = group.size()
-    lengths = [[stop - start for start, stop in pieces_of(segments, rank, size)] for rank in range(size)]
+    lengths = [[stop - start for start, stop in rank_pieces(segments, rank, size)] for rank in range(size)]
     local, lacks = local.detach(), sum(lengths[0]) - local.shape[dim]
     if lacks:  # collectives are of equal sizes
         local = torch.cat([local, torch.zeros_like(local.narrow(dim, 0, lacks))], dim)

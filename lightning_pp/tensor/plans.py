@@ -25,7 +25,7 @@ _TRANSFORMERS: Mapping[str, Style] = {
 }
 
 
-def style_of(value: object, pattern: str) -> Style:
+def parse_style(value: object, pattern: str) -> Style:
     """A style as a plan has it: its name, or an object of torch's class.
 
     Raises:
@@ -92,7 +92,7 @@ def experts_of(module: nn.Module) -> dict[str, tuple[int, nn.Parameter]]:
     return {}
 
 
-def styles_of(module: nn.Module, plan: Plan) -> dict[str, tuple[Style, str]]:
+def matching_styles(module: nn.Module, plan: Plan) -> dict[str, tuple[Style, str]]:
     """The style of each weight of ``module`` that may be cut, and the pattern that says so.
 
     Args:
@@ -110,7 +110,7 @@ def styles_of(module: nn.Module, plan: Plan) -> dict[str, tuple[Style, str]]:
         raise ConfigurationError(f"tensor_parallel_plan={plan!r} is neither 'auto' nor a dict of styles by pattern.")
     styles: dict[str, tuple[Style, str]] = {}
     for pattern, value in plan.items():
-        style = style_of(value, pattern)
+        style = parse_style(value, pattern)
         fitting = [name for name in weights if _fits(name, pattern)]
         if not fitting and style != "replicate":
             raise ConfigurationError(
@@ -128,7 +128,7 @@ def _fits(name: str, pattern: str) -> bool:
     return any(fnmatchcase(each, pattern) for each in (name, *parents))
 
 
-def plan_of_model(module: nn.Module) -> tuple[dict[str, Style], list[str]]:
+def recorded_plan(module: nn.Module) -> tuple[dict[str, Style], list[str]]:
     """The plan that a transformers model in ``module`` has of its own, and the styles in it that are not known here."""
     plan: dict[str, Style] = {}
     unknown = set()
@@ -160,10 +160,10 @@ def tied_along_vocabulary(
         module: The whole model.
         called: The units that the step calls. What is tied to a part of one stays whole.
         head: Name of the last projection, if there is one.
-        plan: As of :func:`styles_of`.
+        plan: As of :func:`matching_styles`.
         num_ranks: Tensor ranks.
     """
-    styles, users = styles_of(module, plan), dict[nn.Parameter, list[bool]]()
+    styles, users = matching_styles(module, plan), dict[nn.Parameter, list[bool]]()
     inside = {child for unit in called for child in unit.modules()}
     for prefix, child in module.named_modules(remove_duplicate=False):
         wanted = ("auto", "rowwise") if is_table(child) else ("auto", "colwise") if prefix == head else ()
@@ -185,7 +185,7 @@ def check_sizes(module: nn.Module, plan: Plan, num_ranks: int) -> None:
         return  # what cannot be divided is left whole
     weights, problems = weights_of(module), []
     words = {each.num_embeddings for each in module.modules() if is_table(each)}
-    for name, (style, pattern) in styles_of(module, plan).items():
+    for name, (style, pattern) in matching_styles(module, plan).items():
         out_dim, weight = weights[name]
         if style in ("colwise", "rowwise"):
             size = weight.shape[out_dim if style == "colwise" else inputs_of(weight, out_dim)]

@@ -27,7 +27,7 @@ from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.record.products import PRODUCTS
 from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark
 from lightning_pp.tensor.functions import move
-from lightning_pp.tensor.parts import pieces_of
+from lightning_pp.tensor.parts import rank_pieces
 
 Rule = Callable[["Region", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -191,7 +191,7 @@ class Region(TorchFunctionMode):
 
     def first_of(self, segments: Sequence[int]) -> int:
         """Where in a dimension this rank's part begins."""
-        return pieces_of(segments, self.rank, self.num_ranks)[0][0]
+        return rank_pieces(segments, self.rank, self.num_ranks)[0][0]
 
     def part(self, whole: Tensor, dim: int, segments: Sequence[int], origins: frozenset[str] = frozenset()) -> Tensor:
         """This rank's part of a whole tensor, in segments of ``dim``."""

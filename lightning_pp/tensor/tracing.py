@@ -21,7 +21,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.data.tree import leaves_of, map_leaves, own_containers
 from lightning_pp.split.fakes.fake_mode import FakeValueMode
 from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark
-from lightning_pp.tensor.parts import TensorPart, pieces_of
+from lightning_pp.tensor.parts import TensorPart, rank_pieces
 from lightning_pp.tensor.plans import Style, experts_of
 from lightning_pp.tensor.region import Region
 from lightning_pp.tensor.rules import RULES
@@ -199,7 +199,9 @@ class UnitTracer:
         return dim, segments
 
     def _narrowed(self, whole: Tensor, dim: int, segments: tuple[int, ...], name: str) -> Tensor:
-        local_shape = TensorPart(dim, whole.shape, pieces_of(segments, self.group.rank(), self._num_ranks)).local_shape
+        local_shape = TensorPart(
+            dim, whole.shape, rank_pieces(segments, self.group.rank(), self._num_ranks)
+        ).local_shape
         return mark(whole.narrow(dim, 0, local_shape[dim]), Cut(dim, segments, frozenset([name])))
 
     def _learn(self, error: CutError) -> None:

@@ -18,8 +18,8 @@ from lightning_pp.split.fakes.parameters import has_data
 from lightning_pp.tensor.check import UnitCheck
 from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark
 from lightning_pp.tensor.head import HeadOfRanks
-from lightning_pp.tensor.parts import TensorPart, part_of, pieces_of
-from lightning_pp.tensor.plans import Plan, Style, check_sizes, inputs_of, plan_of_model, styles_of, weights_of
+from lightning_pp.tensor.parts import TensorPart, part_of, rank_pieces
+from lightning_pp.tensor.plans import Plan, Style, check_sizes, inputs_of, matching_styles, recorded_plan, weights_of
 from lightning_pp.tensor.region import Region
 from lightning_pp.tensor.rules import RULES
 from lightning_pp.tensor.tracing import Found, UnitTracer, check_whole
@@ -42,7 +42,7 @@ class TensorParallelUnits:
     Args:
         module: The whole model.
         units: Its units by name; those of this rank are enough.
-        plan: ``"auto"``, or styles by pattern (see :func:`~lightning_pp.tensor.plans.styles_of`).
+        plan: ``"auto"``, or styles by pattern (see :func:`~lightning_pp.tensor.plans.matching_styles`).
         group: The tensor ranks.
         whole: Parameters that stay whole, since they are used outside of their unit as well.
         sequence_parallel: Whether norms, dropout and sums between two sharded products of a unit are computed on parts
@@ -121,7 +121,7 @@ class TensorParallelUnits:
             if found:
                 self._planned[name] = found, {key: pattern for key, (_, pattern) in own.items()}
             for key, (dim, segments) in found.items():
-                pieces = pieces_of(segments, self._group.rank(), self._group.size())
+                pieces = rank_pieces(segments, self._group.rank(), self._group.size())
                 self.parts[prefix + key] = TensorPart(dim, unit.get_parameter(key).shape, pieces)
         names = dict(self._module.named_parameters(remove_duplicate=False))
         known_parts = {names[name]: part for name, part in self.parts.items()}
@@ -192,14 +192,14 @@ class TensorParallelUnits:
 
     def _styles(self) -> dict[str, tuple[Style, str]]:
         if self._plan != "auto" or self._calls:
-            return styles_of(self._module, self._plan)
-        own, unknown = plan_of_model(self._module)
+            return matching_styles(self._module, self._plan)
+        own, unknown = recorded_plan(self._module)
         if unknown:
             self._notes.append(f"Styles of the model's own plan that are not used: {', '.join(unknown)}")
         weights, size = weights_of(self._module), self._group.size()
         return {
             name: (style, pattern)
-            for name, (style, pattern) in styles_of(self._module, own).items()
+            for name, (style, pattern) in matching_styles(self._module, own).items()
             # matrices of experts need to be observed
             if weights[name][1].dim() == 2
             and not weights[name][1].shape[weights[name][0] if style == "colwise" else 1 - weights[name][0]] % size

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pool import WorkerPool
 
 from lightning_pp.distributed._torch_private import channel_options
-from lightning_pp.distributed.groups import group_of_two, world_options
+from lightning_pp.distributed.groups import pair_group, world_options
 from lightning_pp.distributed.sizes import ParallelSizes
 
 PAIRS = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
@@ -24,7 +24,7 @@ def exchange(with_others: bool) -> list[float]:
     pair = PAIRS[rank]
     got = []
     for number in range(pair[0] + 1):
-        channel = group_of_two(f"test {with_others}/{pair}/{number}", pair.index(rank), "cpu", timedelta(seconds=30))
+        channel = pair_group(f"test {with_others}/{pair}/{number}", pair.index(rank), "cpu", timedelta(seconds=30))
         tensor = torch.tensor([10.0 * rank + number])
         if rank == pair[0]:
             channel.send([tensor], 1, 0).wait()
@@ -45,7 +45,7 @@ def test_two_ranks_make_a_group_that_no_other_hears_of(pool: WorkerPool, with_ot
 
 def wait_for_nobody() -> str:
     try:
-        group_of_two("test/nobody", 0, "cpu", timedelta(seconds=1))
+        pair_group("test/nobody", 0, "cpu", timedelta(seconds=1))
     except RuntimeError as error:
         return str(error)
     return ""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pp import PipelineParallelStrategy
-from lightning_pp.distributed.groups import group_of_two
+from lightning_pp.distributed.groups import pair_group
 from lightning_pp.doctor.checks import groups
 from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.strategy.faults.failed_run import FailedRuns
@@ -30,7 +30,7 @@ class Channel:
 
 
 def channels_send_by(send: Callable[..., Any]) -> None:
-    groups.group_of_two = lambda *args: Channel(group_of_two(*args), send)
+    groups.pair_group = lambda *args: Channel(pair_group(*args), send)
 
 
 def old_torch() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import gc, threading, time
-from lightning_pp.strategy.faults.tracebacks import stack_of_main_thread
+from lightning_pp.strategy.faults.tracebacks import main_thread_stack
 
 gc.set_threshold(50)  # so that collections fall into the reading
 
@@ -29,7 +29,7 @@ def deep(n):
 
 def watch():
     while not ended:
-        stacks.append(stack_of_main_thread())
+        stacks.append(main_thread_stack())
         time.sleep(1e-4)
 
 

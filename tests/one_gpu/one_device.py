@@ -19,9 +19,9 @@ from lightning_pp.doctor.checks.trainings import (
     Batch,
     Chain,
     Notes,
+    batches_for_replica,
     difference,
     loader,
-    part_of_replica,
     train_alone,
     trainer_for,
 )
@@ -75,7 +75,7 @@ def moved_apart(rank: Rank, module: Chain, plain: Chain, data: Sequence[Batch], 
     notes = Notes()
     layout = {"pipeline_parallel_size": rank.num_ranks // replicas, "timeout": PATIENCE}
     trainer = trainer_for(rank, callbacks=[notes], **{**layout, **options})
-    trainer.fit(module, loader(part_of_replica(data, rank.rank % replicas, replicas)))
+    trainer.fit(module, loader(batches_for_replica(data, rank.rank % replicas, replicas)))
     alone = type(plain)(len(plain.blocks))
     alone.load_state_dict(plain.state_dict())
     if options.get("precision") == "64-true":

@@ -85,17 +85,17 @@ def test_a_layer_sums_twice_in_forward_and_twice_in_backward(size: int) -> None:
     one_sum = 2 * ONE_ACTIVATION * (size - 1) / size  # bytes that a rank receives in a ring
     # the input of the first layer needs no gradient, but its output of a norm does
     for unit in ("layers.0", "layers.1", "layers.2"):
-        assert on_parts.traffic_of(unit) == ((2, 2 * one_sum), (2, 2 * one_sum), (0, 0.0))
+        assert on_parts.count_traffic(unit) == ((2, 2 * one_sum), (2, 2 * one_sum), (0, 0.0))
     again = with_recomputation(recording, True).counted
     assert isinstance(again, OnParts)
     # up to the input of the last product, which is the last tensor that autograd keeps
-    assert again.traffic_of("layers.1") == ((2, 2 * one_sum), (2, 2 * one_sum), (1, one_sum))
+    assert again.count_traffic("layers.1") == ((2, 2 * one_sum), (2, 2 * one_sum), (1, one_sum))
 
 
 def test_what_is_left_whole_is_told() -> None:
     on_parts = recorded(3).on_parts
     assert on_parts is not None and "leaves 100.0% of the parameters whole on all 3 ranks" in on_parts.about
-    assert on_parts.traffic_of("layers.0") == ((0, 0.0),) * 3
+    assert on_parts.count_traffic("layers.0") == ((0, 0.0),) * 3
 
 
 def test_sizes_of_a_plan_that_do_not_divide_are_told() -> None:

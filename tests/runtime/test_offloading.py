@@ -42,7 +42,7 @@ def test_gradients_are_the_same_and_each_memory_is_copied_once(share: float) -> 
 
     def around(x: Tensor) -> Tensor:
         saved = SavedTensors(offloader, {address_of(module.scale)}, share)  # type: ignore[arg-type]
-        with saved.of_forward():
+        with saved.around_forward():
             output: Tensor = module(x)
         host_bytes.append(offloader.host_bytes)
         saved.offload()
@@ -61,7 +61,7 @@ def test_gradients_are_the_same_and_each_memory_is_copied_once(share: float) -> 
 
 def test_memory_of_the_device_is_free_between_offload_and_reload() -> None:
     saved = SavedTensors(Offloader(CPU), ())
-    with saved.of_forward():
+    with saved.around_forward():
         x = torch.randn(64, 64).requires_grad_() * 2
         storage = x.untyped_storage()
         output = (x * x).sum()
@@ -76,7 +76,7 @@ def test_memory_of_the_device_is_free_between_offload_and_reload() -> None:
 def test_a_tensor_that_is_edited_after_it_was_saved_is_an_error() -> None:
     saved = SavedTensors(Offloader(CPU), ())
     weight = torch.randn(64, 64).requires_grad_()
-    with saved.of_forward():
+    with saved.around_forward():
         x = weight * 2
         (x * x).sum()
         x.add_(1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_pp.runtime.whole_batch import joined_rows, split_rows
-from lightning_pp.split.record.whole_batch import Join, RowOrders, join_of
+from lightning_pp.split.record.whole_batch import Join, RowOrders, find_join
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,12 @@ from lightning_pp.split.record.whole_batch import Join, RowOrders, join_of
 def test_the_dimension_of_samples_is_the_one_whose_sizes_add_up(
     parts: list[tuple[int, ...]], whole: tuple[int, ...], join: Join | None
 ) -> None:
-    assert join_of(parts, whole, (3, 2)) == join
+    assert find_join(parts, whole, (3, 2)) == join
 
 
 def test_one_part_is_the_whole() -> None:
-    assert join_of([(7,)], (7,), (5,)) == Join(None)
-    assert join_of([(7,)], (8,), (5,)) is None
+    assert find_join([(7,)], (7,), (5,)) == Join(None)
+    assert find_join([(7,)], (8,), (5,)) is None
 
 
 @pytest.mark.parametrize("by_sample", [True, False])

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lightning_pp.tensor.cuts import Cut, CutError, reshaped, taken
-from lightning_pp.tensor.parts import TensorPart, part_of, pieces_of
+from lightning_pp.tensor.parts import TensorPart, part_of, rank_pieces
 
 
 def local(whole: torch.Tensor, cut: Cut, rank: int, num_ranks: int) -> torch.Tensor:
-    return part_of(whole, TensorPart(cut.dim, whole.shape, pieces_of(cut.segments, rank, num_ranks)))
+    return part_of(whole, TensorPart(cut.dim, whole.shape, rank_pieces(cut.segments, rank, num_ranks)))
 
 
 SHAPES = [(2, 24), (2, 3, 8), (2, 3, 4, 2), (48,), (2, 1, 24), (6, 8), (2, 2, 12), (4, 12), (2, 8, 3), (1, 48), (48, 1)]

@@ -7,13 +7,13 @@ import torch.distributed as dist
 from pool import WorkerPool
 
 from lightning_pp.tensor import TensorPart, part_of, whole_of
-from lightning_pp.tensor.parts import pieces_of
+from lightning_pp.tensor.parts import rank_pieces
 
 
 def gathered(segments: tuple[int, ...], dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     assert dist.group.WORLD is not None
     whole = torch.arange(72.0).view(6, 12)
-    part = TensorPart(dim, whole.shape, pieces_of(segments, dist.get_rank(), dist.get_world_size()))
+    part = TensorPart(dim, whole.shape, rank_pieces(segments, dist.get_rank(), dist.get_world_size()))
     local = part_of(whole, part)
     assert local.is_contiguous() and local.shape == part.local_shape
     return whole, whole_of(local, part, dist.group.WORLD)
@@ -31,5 +31,5 @@ def test_parts_of_different_sizes_gather_to_the_whole(pool: WorkerPool) -> None:
 
 
 def test_a_rank_holds_its_share_of_each_segment() -> None:
-    assert [pieces_of((6,), rank, 4) for rank in range(4)] == [((0, 2),), ((2, 4),), ((4, 5),), ((5, 6),)]
-    assert pieces_of((8, 4), 1, 4) == ((2, 4), (9, 10))
+    assert [rank_pieces((6,), rank, 4) for rank in range(4)] == [((0, 2),), ((2, 4),), ((4, 5),), ((5, 6),)]
+    assert rank_pieces((8, 4), 1, 4) == ((2, 4), (9, 10))

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_pp.callbacks.run_folder import folder_of_logs
+from lightning_pp.callbacks.run_folder import log_folder
 from lightning_pp.telemetry import RecordedStep, chrome_trace, html_timeline
 
 _FOLDER = "timelines"
@@ -30,7 +30,7 @@ def write_timeline(
         dirpath: Folder of the files; None: ``timelines`` in the folder of the first logger that has one.
         with_trace: Whether to write the trace too, which is many times as large and slow to make.
     """
-    logs = folder_of_logs(trainer)
+    logs = log_folder(trainer)
     folder = Path(dirpath) if dirpath is not None else None if logs is None else logs / _FOLDER
     page = cache(partial(html_timeline, step))
     texts: dict[str, Callable[[], str]] = {"timeline.html": page}

@@ -110,7 +110,7 @@ def to_save(values: Mapping[str, Any], catalog: ParameterCatalog, pipeline_rank:
     return {name: values[name] for name in mine}
 
 
-def settings_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Settings of each parameter group. Collective over all ranks, as ``state_dict()`` is where states lie whole.
 
     They are those of the first rank that has parameters of the group: steps of the others may not see it.

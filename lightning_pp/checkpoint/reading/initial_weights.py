@@ -18,7 +18,7 @@ from lightning_pp.checkpoint.reading.opened import load_state
 from lightning_pp.checkpoint.reading.opened_folder import FolderCheckpoint
 from lightning_pp.checkpoint.reading.torch_file import read_file
 from lightning_pp.checkpoint.storage import folder
-from lightning_pp.checkpoint.storage.location import Location, is_file, is_folder, is_remote, sizes_of_files
+from lightning_pp.checkpoint.storage.location import Location, file_sizes, is_file, is_folder, is_remote
 from lightning_pp.checkpoint.storage.safetensors_file import map_folder, map_safetensors
 from lightning_pp.checkpoint.storage.torch_storage import NamingReader
 from lightning_pp.errors import CheckpointError
@@ -60,7 +60,7 @@ def _open(
         if folder.is_sharded_checkpoint(path):
             opened = FolderCheckpoint.open(path, weights_only, check_files=True)
             return opened.content[MODEL], opened.reader
-        if any(name.endswith(".safetensors") for name in sizes_of_files(path)):
+        if any(name.endswith(".safetensors") for name in file_sizes(path)):
             return map_folder(path), None
         folder.check_finished(path)
     if not is_file(path):

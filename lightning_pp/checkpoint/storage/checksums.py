@@ -81,7 +81,7 @@ def check_archive(stream: IO[bytes] | View, share: tuple[int, int] = (0, 1)) -> 
     try:
         with ZipFile(cast(IO[bytes], stream)) as archive:
             records = archive.infolist()
-        for record in _of_share(records, share):
+        for record in _select_share(records, share):
             _check_record(stream, record)
     except CheckpointError:
         raise
@@ -115,7 +115,7 @@ def unsealed(content: bytes) -> tuple[bytes, bool]:
     return table, True
 
 
-def _of_share(records: Iterable[ZipInfo], share: tuple[int, int]) -> list[ZipInfo]:
+def _select_share(records: Iterable[ZipInfo], share: tuple[int, int]) -> list[ZipInfo]:
     index, number = share
     tensors = [record for record in records if "/data/" in record.filename]
     others = [record for record in records if "/data/" not in record.filename]

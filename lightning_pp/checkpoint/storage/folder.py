@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from upath import UPath
 
-from lightning_pp.checkpoint.storage.location import Location, is_file, locate, sizes_of_files
+from lightning_pp.checkpoint.storage.location import Location, file_sizes, is_file, locate
 from lightning_pp.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def check_complete(path: Location, table: Metadata) -> None:
     Raises:
         CheckpointError: Names the file.
     """
-    sizes = sizes_of_files(path)
+    sizes = file_sizes(path)
     for name, end in sorted(sizes_needed(table).items()):
         file = path / name
         if name not in sizes:

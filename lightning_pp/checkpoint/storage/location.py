@@ -94,7 +94,7 @@ def is_file(location: Location) -> bool:
     return _kind(location) == "file"
 
 
-def sizes_of_files(folder: Location) -> dict[str, int]:
+def file_sizes(folder: Location) -> dict[str, int]:
     """The files in a folder by name, with their sizes in bytes; none if there is no folder.
 
     Raises:

@@ -20,7 +20,7 @@ from upath import UPath
 
 from lightning_pp.checkpoint.storage.checksums import sealed
 from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME, TRAINER_STATE_FILENAME, sizes_needed
-from lightning_pp.checkpoint.storage.location import Location, is_file, naming, put, sizes_of_files
+from lightning_pp.checkpoint.storage.location import Location, file_sizes, is_file, naming, put
 from lightning_pp.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def stage(path: UPath, save_id: str, trainer_state: bytes, table: Metadata) -> N
     Raises:
         CheckpointError: A shard is not there, or the storage cannot be written to.
     """
-    sizes = sizes_of_files(path)
+    sizes = file_sizes(path)
     for name, needed in sorted(sizes_needed(table).items()):
         if sizes.get(name, -1) < needed:
             raise CheckpointError(
@@ -68,7 +68,7 @@ def commit(path: UPath, save_id: str, trainer_state: bytes, table: Metadata) -> 
     put(sealed(pickle.dumps(table)), path / TABLE_FILENAME)
     try:
         put(trainer_state, path / TRAINER_STATE_FILENAME)
-        _remove(path, [name for name in sizes_of_files(path) if _is_of_a_save(name) and save_id not in name])
+        _remove(path, [name for name in file_sizes(path) if _is_written_by_save(name) and save_id not in name])
     except Exception as error:
         _log.warning(
             f"{path} is saved, but cleaning up failed, so files of the previous checkpoint may be left: {error}"
@@ -78,7 +78,7 @@ def commit(path: UPath, save_id: str, trainer_state: bytes, table: Metadata) -> 
 def abandon(path: UPath, save_id: str) -> None:
     """On the root: remove what a failed save has written, as far as that is possible."""
     try:
-        _remove(path, [name for name in sizes_of_files(path) if _is_of_a_save(name) and save_id in name])
+        _remove(path, [name for name in file_sizes(path) if _is_written_by_save(name) and save_id in name])
     except Exception as error:
         _log.warning(f"Files of a failed save could not be removed from {path}: {error}")
 
@@ -105,7 +105,7 @@ def _trainer_state_name(save_id: str) -> str:
     return f"meta-{save_id}.pt"
 
 
-def _is_of_a_save(name: str) -> bool:
+def _is_written_by_save(name: str) -> bool:
     return _WRITTEN_BY_SAVES.fullmatch(name) is not None
 
 

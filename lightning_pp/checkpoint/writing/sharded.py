@@ -20,9 +20,9 @@ from lightning_pp.checkpoint.ownership.cuts import blocks_of
 from lightning_pp.checkpoint.ownership.rank_part import (
     RankPart,
     by_canonical_name,
+    group_settings,
     is_wrapped,
     read_optimizer,
-    settings_of_groups,
     to_save,
 )
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
@@ -148,7 +148,7 @@ def prepare_save(
     """
     ranks, catalog = Ranks.from_mesh(part.mesh), part.catalog
     path = from_root(str(path), ranks)
-    settings = [settings_of_groups(optimizer) for optimizer in part.optimizers] if OPTIMIZERS in checkpoint else []
+    settings = [group_settings(optimizer) for optimizer in part.optimizers] if OPTIMIZERS in checkpoint else []
     with fail_together():
         location = locate(path)
         entries: dict[KeyPath, Any] = {}

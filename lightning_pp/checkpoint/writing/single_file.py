@@ -18,9 +18,9 @@ from lightning_pp.checkpoint.ownership.catalog import OptimizerGroups
 from lightning_pp.checkpoint.ownership.rank_part import (
     RankPart,
     by_canonical_name,
+    group_settings,
     is_wrapped,
     read_optimizer,
-    settings_of_groups,
     to_save,
 )
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, gather_entries
@@ -70,7 +70,7 @@ def gather_full_optimizer_state(part: RankPart, optimizer: Optimizer) -> dict[st
     """
     catalog, ranks = part.catalog, Ranks.from_mesh(part.mesh)
     index = next(index for index, known in enumerate(part.optimizers) if known is optimizer)
-    settings = settings_of_groups(optimizer)
+    settings = group_settings(optimizer)
     with fail_together():
         own = read_optimizer(optimizer, part.parameters())
         mine = {

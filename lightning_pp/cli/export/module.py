@@ -36,7 +36,7 @@ def module_of(spec: str | None, source: Location, content: dict[str, Any]) -> Mo
         if spec is not None:
             found = named(spec, "--module")
             module = found(**_hyper_parameters(found, content))
-        elif (config := _config_of_run(source)) is not None:
+        elif (config := _run_config(source)) is not None:
             module = _built(config.model)
         else:
             return None
@@ -92,7 +92,7 @@ def _hyper_parameters(found: Any, content: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if name in parameters}
 
 
-def _config_of_run(source: Location) -> Any:
+def _run_config(source: Location) -> Any:
     parents = source.absolute().parents if isinstance(source, Path) else ()  # an upload has no run's config beside it
     files = (folder / ".hydra" / "config.yaml" for folder in parents)
     config: Any = next((OmegaConf.load(file) for file in files if file.is_file()), {})

@@ -42,8 +42,8 @@ class Collectives:
         """
         state, num_stages = model.state, split.placement.num_stages
         parameters = split.parameter_sizes
-        among_shards = links.of_neighbours(state.num_shards * sizes.tensor)
-        among_all = links.of_neighbours(sizes.data_parallel * sizes.tensor)
+        among_shards = links.between_neighbours(state.num_shards * sizes.tensor)
+        among_all = links.between_neighbours(sizes.data_parallel * sizes.tensor)
         gather, scatter, copies = [0.0] * num_stages, [0.0] * num_stages, [0.0] * num_stages
         num_bytes: dict[str, int] = {}
         for parameter in parameters:

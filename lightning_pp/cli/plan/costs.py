@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightning_pp.cli.plan.links import about_links, name_of_device
+from lightning_pp.cli.plan.links import about_links, device_name
 from lightning_pp.cli.problems import UserError
 from lightning_pp.errors import ConfigurationError, ScheduleError
 from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.hardware.devices import (
     SHARE_OF_BANDWIDTH,
-    bandwidth_of_gpu,
-    bandwidth_of_named,
     flops_per_byte,
+    gpu_bandwidth,
+    named_bandwidth,
 )
 from lightning_pp.planning.hardware.links import Links, transfer_times
 from lightning_pp.planning.model_cutter import Cut
@@ -94,15 +94,15 @@ def find_speed(
     if peak_tflops is not None:
         peak, whose = 1e12 * peak_tflops, "peak_tflops"
     elif device is not None:
-        peak, whose = _peak_of_named(device, dtype), f"{device}, {_short(dtype)}, by Lightning's table"
-        bandwidth = bandwidth_of_named(name_of_device(device))
+        peak, whose = _named_peak(device, dtype), f"{device}, {_short(dtype)}, by Lightning's table"
+        bandwidth = named_bandwidth(device_name(device))
     elif accelerator != "cpu" and torch.cuda.is_available():
         here = torch.device("cuda", torch.cuda.current_device())
         found = peak_flops_of(here, dtype)
         if found is None:
             return Speed(None, links, f"the FLOP/s of {torch.cuda.get_device_name()} in {_short(dtype)} are not known")
         peak, whose = found, f"{torch.cuda.get_device_name()}, {_short(dtype)}, by Lightning's table"
-        bandwidth = bandwidth_of_gpu(here)
+        bandwidth = gpu_bandwidth(here)
     else:
         return Speed(None, links, "the FLOP/s of this machine are not known")
     about = f"{peak / 1e12:g} TFLOP/s ({whose}) x efficiency {efficiency:g}, "
@@ -115,10 +115,10 @@ def find_speed(
     return Speed(peak * efficiency, links, about, memory, flops_per_byte(peak, bandwidth))
 
 
-def _peak_of_named(device: str, dtype: torch.dtype) -> float:
+def _named_peak(device: str, dtype: torch.dtype) -> float:
     from lightning_pp.cli._lightning_private import FLOPS_OF_GPUS
 
-    name = name_of_device(device)
+    name = device_name(device)
     if name not in FLOPS_OF_GPUS:
         raise UserError(
             f"device={device} is not known. Choose one of {', '.join(FLOPS_OF_GPUS)}, or give peak_tflops=NUMBER"
@@ -250,10 +250,13 @@ class Costs:
         costs, on_parts = replace(costs, p2p=p2p, p2p_back=p2p_back), split.on_parts
         if on_parts is None:
             return costs
-        resolved, link = costs.per_stage(split.placement.num_stages), self._speed.links.of_neighbours(on_parts.size)
+        resolved, link = (
+            costs.per_stage(split.placement.num_stages),
+            self._speed.links.between_neighbours(on_parts.size),
+        )
         times = {name: list(getattr(resolved, name)) for name in ("forward", "backward_input", "backward_weight")}
         for unit, stage in split.partition.stage_of_unit.items():
-            in_forward, beside, again = (link.ms(each.num_bytes, each.number) for each in on_parts.traffic_of(unit))
+            in_forward, beside, again = (link.ms(each.num_bytes, each.number) for each in on_parts.count_traffic(unit))
             for name, ms in zip(times, (in_forward, beside + again, -beside), strict=True):
                 times[name][stage] = max(0.0, times[name][stage] + ms)
         for one in crossings:

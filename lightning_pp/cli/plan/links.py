@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 from lightning_pp.cli.plan import numbers
 from lightning_pp.cli.problems import UserError
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.planning.hardware.links import Links, LinkSpeed, links_measured, node_bandwidth_of_named
+from lightning_pp.planning.hardware.links import Links, LinkSpeed, links_measured, named_node_bandwidth
 
 _USUAL_DEVICES_PER_NODE = 8
 _MAKERS = ("nvidia", "geforce", "tesla")
@@ -33,7 +33,7 @@ def find_links(config: DictConfig, num_devices: int, num_ranks: int) -> Links:
         inside, between = (None, None) if config.links is None else links_measured(config.links)
     except ConfigurationError as error:
         raise UserError(f"links={error}") from error
-    known = None if config.device is None else node_bandwidth_of_named(name_of_device(config.device))
+    known = None if config.device is None else named_node_bandwidth(device_name(config.device))
     # without any number for the links within a node they are as fast as those between nodes
     return Links(
         _link(config.node_link_gb_per_s, config.node_link_latency_us, inside, known or 1e9 * config.link_gb_per_s),
@@ -74,7 +74,7 @@ def about_links(links: Links) -> str:
     return f"transfers at {of(links.inside)} in a node of {links.ranks_per_node}, {of(links.between)} between nodes"
 
 
-def name_of_device(device: str) -> str:
+def device_name(device: str) -> str:
     """The name of a device as Lightning has it."""
     words = device.lower().replace("-", " ").replace("_", " ").split()
     return " ".join(word for word in words if word not in _MAKERS)

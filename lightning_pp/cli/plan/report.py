@@ -118,7 +118,7 @@ def collectives_text(plan: Plan) -> str:
 def tensor_text(plan: Plan, on_parts: OnParts) -> str:
     """Which ranks share matrices, and what stays whole."""
     links, size = plan.costs.links, on_parts.size
-    where = "" if links is None or links.of_neighbours(size) == links.inside else ", on several nodes"
+    where = "" if links is None or links.between_neighbours(size) == links.inside else ", on several nodes"
     return (
         f"tensor_parallel_size={size}: neighbouring global ranks share the matrices of a stage (0 to {size - 1}, "
         f"{size} to {2 * size - 1}, ...{where}), since the tensor axis is the innermost. Memory and times are those of "

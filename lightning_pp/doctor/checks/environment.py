@@ -57,14 +57,14 @@ def look(rank: Rank) -> dict[str, Any]:
     }
     found["versions"]["torch"] = torch.__version__
     if rank.device.type == "cuda":
-        found["cuda"] = _of_device(rank)
+        found["cuda"] = _device_properties(rank)
         found["versions"]["NCCL"] = found["cuda"]["nccl"]
     return found
 
 
 def judge(values: Sequence[dict[str, Any]]) -> list[Finding]:
     """Old versions, ranks that differ, variables that are known to matter, and too little of a machine."""
-    problems = [*_of_versions(values), *_of_variables(values), *_of_machines(values)]
+    problems = [*_version_findings(values), *_variable_findings(values), *_machine_findings(values)]
     mine = values[0]
     packages = ", ".join(f"{name} {mine['versions'][name]}" for name in ("torch", "lightning"))
     cuda = mine.get("cuda")
@@ -79,7 +79,7 @@ def judge(values: Sequence[dict[str, Any]]) -> list[Finding]:
     return [summary, *problems] if problems else [summary]
 
 
-def _of_versions(values: Sequence[dict[str, Any]]) -> list[Finding]:
+def _version_findings(values: Sequence[dict[str, Any]]) -> list[Finding]:
     problems = []
     versions = [value["versions"] for value in values]
     for name, fewest in _FEWEST.items():
@@ -96,7 +96,7 @@ def _of_versions(values: Sequence[dict[str, Any]]) -> list[Finding]:
     return problems
 
 
-def _of_variables(values: Sequence[dict[str, Any]]) -> list[Finding]:
+def _variable_findings(values: Sequence[dict[str, Any]]) -> list[Finding]:
     problems = []
     variables = values[0]["variables"]
     is_cuda = "cuda" in values[0]
@@ -122,7 +122,7 @@ def _of_variables(values: Sequence[dict[str, Any]]) -> list[Finding]:
     return problems
 
 
-def _of_machines(values: Sequence[dict[str, Any]]) -> list[Finding]:
+def _machine_findings(values: Sequence[dict[str, Any]]) -> list[Finding]:
     problems = []
     is_cuda = "cuda" in values[0]
     mine = values[0]
@@ -140,7 +140,7 @@ def _of_machines(values: Sequence[dict[str, Any]]) -> list[Finding]:
         if len(names) > 1:
             advice = "Tell the strategy with rank_speeds=, or give all ranks one kind."
             problems.append(Finding(Status.WARNING, f"Ranks have different devices: {', '.join(names)}.", advice))
-        problems += _of_containers(mine)
+        problems += _container_findings(mine)
     elif mine["num_ranks_here"] > mine["num_cpus"]:
         found = f"{mine['num_ranks_here']} processes share {mine['num_cpus']} CPUs; times say little."
         problems.append(Finding(Status.WARNING, found, "Take fewer processes (--devices) to measure."))
@@ -161,7 +161,7 @@ def _share_device(values: Sequence[dict[str, Any]]) -> bool:
     return 0 < len(_devices(values)) < len(values) == len(names)
 
 
-def _of_containers(mine: dict[str, Any]) -> list[Finding]:
+def _container_findings(mine: dict[str, Any]) -> list[Finding]:
     """What images and containers with devices often lack."""
     locked, infiniband = mine["locked_bytes"], mine["has_infiniband"]
     over_tcp = "The host has InfiniBand, but libibverbs is missing: NCCL sends over TCP."
@@ -176,7 +176,7 @@ def _of_containers(mine: dict[str, Any]) -> list[Finding]:
     return [Finding(Status.WARNING, found, advice) for applies, found, advice in lacks if applies]
 
 
-def _of_device(rank: Rank) -> dict[str, Any]:
+def _device_properties(rank: Rank) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(rank.device)
     return {
         "name": properties.name,

@@ -47,7 +47,7 @@ class Failing(Chain):
         self._rank, self._way = rank, way
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        if batch_idx == _AT_BATCH and self._rank.rank == victim_of(self._rank.num_ranks):
+        if batch_idx == _AT_BATCH and self._rank.rank == failing_rank(self._rank.num_ranks):
             self._rank.note(_FAILING)
             _WAYS[self._way](self._rank.device)
         return super().training_step(batch, batch_idx)
@@ -61,7 +61,7 @@ def fail(rank: Rank, way: str) -> None:
 
 def judge_ends(outcomes: Sequence[Outcome]) -> list[Finding]:
     """All processes have to end, none of them well, and every one that survives says whose failure it was."""
-    number = victim_of(len(outcomes))
+    number = failing_rank(len(outcomes))
     victim, others = outcomes[number], [outcome for outcome in outcomes if outcome.rank != number]
     at = victim.noted_after_s
     late = [outcome for outcome in outcomes if outcome.exit_code is None or outcome.seconds - at > _MOST_S]
@@ -85,7 +85,7 @@ def judge_ends(outcomes: Sequence[Outcome]) -> list[Finding]:
     return [Finding(Status.FAILURE, found, _ADVICE)]
 
 
-def victim_of(num_ranks: int) -> int:
+def failing_rank(num_ranks: int) -> int:
     """The rank that fails: the last one, so that the one that prints survives."""
     return num_ranks - 1
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pp.distributed.groups import group_of_two, warm_up
+from lightning_pp.distributed.groups import pair_group, warm_up
 from lightning_pp.distributed.loopback import gloo_on_loopback
 from lightning_pp.doctor.findings import Rank
 from lightning_pp.runtime.transport.channels import opening_order
@@ -41,7 +41,7 @@ def open_channels(rank: Rank, name: str, pairs: list[tuple[int, int]]) -> dict[t
         if rank.rank not in pair:
             continue
         rank.note(f"opening the channel from rank {pair[0]} to rank {pair[1]}")
-        channel = group_of_two(f"{name}/{pair[0]}-{pair[1]}", pair.index(rank.rank), rank.device.type, TIMEOUT)
+        channel = pair_group(f"{name}/{pair[0]}-{pair[1]}", pair.index(rank.rank), rank.device.type, TIMEOUT)
         number = torch.zeros(1, device=rank.device)
         (channel.send([number], 1, 0) if rank.rank == pair[0] else channel.recv([number], 0, 0)).wait()
         settle(rank.device)

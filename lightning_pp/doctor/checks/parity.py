@@ -11,10 +11,10 @@ from lightning_pp.doctor.checks.trainings import (
     Chain,
     Notes,
     batches,
+    batches_for_replica,
     difference,
     loader,
     num_blocks_for,
-    part_of_replica,
     train_alone,
     trainer_for,
 )
@@ -78,7 +78,7 @@ def train(rank: Rank) -> list[dict[str, Any]]:
             schedule=case.schedule,
             sharding=case.sharding,
         )
-        trainer.fit(module, loader(part_of_replica(whole, rank.rank % case.replicas, case.replicas)))
+        trainer.fit(module, loader(batches_for_replica(whole, rank.rank % case.replicas, case.replicas)))
         share, name = difference(notes, alone[case.precision], Chain(num_blocks_for(rank)))
         told.append(
             {

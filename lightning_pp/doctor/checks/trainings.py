@@ -99,7 +99,7 @@ def batches(number: int, size: int = 8) -> list[Batch]:
     return [tuple(torch.randn(2, size, _WIDTH, generator=generator)) for _ in range(number)]
 
 
-def part_of_replica(whole: Sequence[Batch], replica: int, replicas: int) -> list[Batch]:
+def batches_for_replica(whole: Sequence[Batch], replica: int, replicas: int) -> list[Batch]:
     """What one of the replicas sees of them."""
     return [(x[replica::replicas].contiguous(), y[replica::replicas].contiguous()) for x, y in whole]
 

@@ -66,13 +66,13 @@ _GB_PER_S = {
 }
 
 
-def bandwidth_of_named(name: str) -> float | None:
+def named_bandwidth(name: str) -> float | None:
     """Bytes per second of the memory of a device, by its name in small letters; None if it is not known."""
     found = _GB_PER_S.get(name)
     return None if found is None else 1e9 * found
 
 
-def bandwidth_of_gpu(device: torch.device) -> float | None:
+def gpu_bandwidth(device: torch.device) -> float | None:
     """Bytes per second of the memory of a GPU of this machine, by its clock and width; None if it does not say."""
     properties: Any = torch.cuda.get_device_properties(device)
     clock_khz, width_bits = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))

@@ -77,7 +77,7 @@ class Links:
         """The link between two pipeline ranks."""
         return self.between if self.cross_nodes(first, second) else self.inside
 
-    def of_neighbours(self, number: int) -> LinkSpeed:
+    def between_neighbours(self, number: int) -> LinkSpeed:
         """The slowest link of groups that lie within runs of so many ranks."""
         return self.inside if self.ranks_per_node is None or self.ranks_per_node % number == 0 else self.between
 
@@ -108,7 +108,7 @@ def transfer_times(
     return longest(forward), longest(back)
 
 
-def node_bandwidth_of_named(name: str) -> float | None:
+def named_node_bandwidth(name: str) -> float | None:
     """Bytes per second that a device reaches to another one of its node, by its name; None if that is not known."""
     found = _NODE_GB_PER_S.get(name)
     return None if found is None else _SHARE_OF_BANDWIDTH * 1e9 * found

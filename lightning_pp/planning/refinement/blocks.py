@@ -16,7 +16,7 @@ from lightning_pp.planning.stage_model import RecordedModel
 from lightning_pp.split._torch_private import COMPILED_CALL, forward_hooks_of, forward_pre_hooks_of
 from lightning_pp.split.record.reduction import Kind
 from lightning_pp.split.record.step_record import StepRecord, UnitCall
-from lightning_pp.split.side_effects.hooks import hooks_of_users
+from lightning_pp.split.side_effects.hooks import user_hooks
 from lightning_pp.split.unit_calls.units import refine_unit
 
 _LEAST_CHILDREN = 2
@@ -53,7 +53,7 @@ def _runs_as_written(unit: nn.Module) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    if hooks_of_users(forward_hooks_of(module)) or hooks_of_users(forward_pre_hooks_of(module)):
+    if user_hooks(forward_hooks_of(module)) or user_hooks(forward_pre_hooks_of(module)):
         return True
     return any(getattr(module, name, None) for name in ("_backward_hooks", "_backward_pre_hooks"))
 

@@ -261,7 +261,7 @@ class StepPlanCache:
         if used is None:
             self.num_recorded += 1
             record = self.record(step, with_gradients=with_gradients, seed_inter_unit=seed_inter_unit)
-            used = next((used for used in plans if _course_of(used.plan.record) == _course_of(record)), None)
+            used = next((used for used in plans if _plan_fields(used.plan.record) == _plan_fields(record)), None)
             if used is None:
                 self._num_paths += 1
                 used = _UsedPlan(self._built(record), state, self._num_paths)
@@ -397,7 +397,7 @@ def _draw_on(call: int) -> None:
     """Leaves the generators as they are."""
 
 
-def _course_of(record: StepRecord) -> list[Any]:
+def _plan_fields(record: StepRecord) -> list[Any]:
     """All that the plan of a step depends on, and when it serves another."""
     course: list[Any] = [
         (record.reads_progress, record.depends_on_batch_values, record.may_branch_at_random),

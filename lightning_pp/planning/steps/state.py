@@ -61,7 +61,7 @@ class AttributesOutsideUnits:
     def version(self) -> int:
         """A number that grows when any of the attributes has changed since the last call."""
         outlines = {
-            (number, key): outline_of(value)
+            (number, key): branch_outline(value)
             for number, held in enumerate(self._held)
             for key, value in held.items()
             if key not in self._not_the_users
@@ -72,7 +72,7 @@ class AttributesOutsideUnits:
         return self._version
 
 
-def outline_of(value: Any) -> Any:
+def branch_outline(value: Any) -> Any:
     """What code may branch by in ``value``: plain values, shapes of tensors, the same in lists and dicts.
 
     Of a list or dict in another, and of any other object, it is which object it is.

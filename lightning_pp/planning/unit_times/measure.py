@@ -93,7 +93,7 @@ class UnitTimes:
             group = alike[work][len(alike[work]) // 2]
             self.tell(f"measuring {group.units[0]}, {index + 1} of {len(waiting)} distinct units")
             started = time.perf_counter()
-            self._known[work] = self._of_group(recording, group, left / (len(waiting) - index))
+            self._known[work] = self._measure_group(recording, group, left / (len(waiting) - index))
             self.seconds += time.perf_counter() - started
         estimates = estimate_unit_costs(recording.record, recording.num_parameters)
         for work, groups in alike.items():
@@ -101,7 +101,7 @@ class UnitTimes:
                 shares = _shared(self._known[work], {unit: estimates[unit] for unit in group.units})
                 self.costs.update({unit: cost for unit, cost in shares.items() if unit not in self.costs})
 
-    def _of_group(self, recording: RecordedModel, group: Group, most_seconds: float) -> UnitCost:
+    def _measure_group(self, recording: RecordedModel, group: Group, most_seconds: float) -> UnitCost:
         """The medians of several runs, after one to warm up; that one alone where it takes all the time there is."""
         alone = UnitsAlone(recording, group, self.step, self.device)
         with alone.ready():

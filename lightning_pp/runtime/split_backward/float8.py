@@ -22,7 +22,7 @@ from torchao.float8.float8_linear import (
     tensor_already_casted_to_fp8,
 )
 
-from lightning_pp.runtime._torch_private import base_of
+from lightning_pp.runtime._torch_private import view_base
 from lightning_pp.runtime.split_backward.functions import Grads, weight_gradient_destination
 from lightning_pp.runtime.split_backward.queue import add_to_gradient
 from lightning_pp.split._torch_private import version_of
@@ -70,7 +70,7 @@ def replace_float8(
 
     def float8_product(input: Tensor, weight: Tensor, mm_config: Any, config: Any) -> Any:
         if type(weight) is Tensor and not torch.compiler.is_compiling():
-            parameter = base_of(weight)
+            parameter = view_base(weight)
             if (
                 type(parameter) is Parameter
                 and weight.shape == parameter.shape[::-1]

@@ -26,10 +26,10 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from lightning_pp.runtime._torch_private import (
-    base_of,
     grouped_product,
     has_gradient_hooks,
     refusing_derivatives,
+    view_base,
     will_execute,
 )
 from lightning_pp.runtime.split_backward.queue import COLLECTOR, WeightGradientQueue, add_product, add_to_gradient
@@ -286,7 +286,7 @@ def weight_gradient_destination(weight: Tensor, version: int, node: Any) -> Weig
     parameter = weight
     is_view_wanted = False
     if type(weight) is not Parameter:
-        base = base_of(weight)
+        base = view_base(weight)
         assert base is not None
         parameter = base
         is_view_wanted = will_execute(node)

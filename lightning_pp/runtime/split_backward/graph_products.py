@@ -136,7 +136,7 @@ def with_taps(module: fx.GraphModule, products: Sequence[ProductCall]) -> fx.Gra
     graph.output(graph.graph_copy(module.graph, copies))
     for node in graph.nodes:  # torch.compile captures such a call by a function of its own, which it does not capture
         if getattr(node.target, "__name__", None) == "trampoline_autograd_apply":
-            node.target = _apply_of(inspect.getclosurevars(node.target).nonlocals["fn_cls"])
+            node.target = _wrap_apply(inspect.getclosurevars(node.target).nonlocals["fn_cls"])
     last = graph.find_nodes(op="placeholder")[-1]
     for index, product in enumerate(products):
         dummies = []
@@ -159,7 +159,7 @@ def with_taps(module: fx.GraphModule, products: Sequence[ProductCall]) -> fx.Gra
     return fx.GraphModule(module, graph)
 
 
-def _apply_of(function: Any) -> Callable[..., Any]:
+def _wrap_apply(function: Any) -> Callable[..., Any]:
     def apply(*args: Any) -> Any:
         return function.apply(*args)
 

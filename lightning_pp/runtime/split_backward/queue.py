@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_pp.runtime._torch_private import base_of
+from lightning_pp.runtime._torch_private import view_base
 from lightning_pp.runtime.split_backward.wide_products import add_wide_product, multiplies_into, wide_product
 from lightning_pp.tensor.aside import BESIDE
 
@@ -280,7 +280,7 @@ def _add_all_and_tell(
 
 def _parameter_of(weight: Tensor) -> Parameter:
     """The Parameter that ``weight`` is or is a view of."""
-    parameter = weight if type(weight) is Parameter else base_of(weight)
+    parameter = weight if type(weight) is Parameter else view_base(weight)
     assert isinstance(parameter, Parameter)
     return parameter
 
@@ -343,7 +343,7 @@ def add_to_gradient(weight: Tensor, gradient: Tensor) -> None:
 
 def _gradient_part(view: Tensor) -> Tensor:
     """The part of a Parameter's ``.grad`` that belongs to ``view``, a view of the Parameter, as an alias of it."""
-    parameter = base_of(view)
+    parameter = view_base(view)
     assert parameter is not None
     gradient = parameter.grad
     if gradient is None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Parameter
 
-from lightning_pp.runtime._torch_private import are_functorch_transforms_active, base_of, is_forward_mode_active
+from lightning_pp.runtime._torch_private import are_functorch_transforms_active, is_forward_mode_active, view_base
 from lightning_pp.runtime.split_backward.functions import (
     DeferredConvolution,
     DeferredLinear,
@@ -78,7 +78,7 @@ def _is_view_of_parameter(weight: Any) -> bool:
     """Whether ``weight`` is a view of a Parameter, such as ``.t()`` or one of ``.chunk(3)``, without overlaps."""
     if type(weight) is not Tensor or not weight.requires_grad:
         return False
-    parameter = base_of(weight)
+    parameter = view_base(weight)
     if type(parameter) is not Parameter or weight.dtype is not parameter.dtype or weight.layout is not _strided:
         return False
     span = 1

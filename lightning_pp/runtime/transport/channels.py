@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pp.distributed.groups import are_aborted, free_bytes, group_of_two
+from lightning_pp.distributed.groups import are_aborted, free_bytes, pair_group
 from lightning_pp.distributed.watch.this_rank import RankStoppedError
 from lightning_pp.runtime.transport.route import Message, Route, Stop
 from lightning_pp.runtime.transport.sends import Send, Sends
@@ -118,7 +118,7 @@ class Transport:
 
     @property
     def channels(self) -> list[Any]:
-        """The channels that have been opened; see :func:`~lightning_pp.distributed.groups.group_of_two`."""
+        """The channels that have been opened; see :func:`~lightning_pp.distributed.groups.pair_group`."""
         return list(self._channels.values())
 
     @property
@@ -254,7 +254,7 @@ class Transport:
             source, target = (self._ranks[place] for place in channel)
             name, place = f"{self._name}/{source}-{target}/", channel.index(self._rank)
             # on one group for both directions NCCL would run sends and receives one after the other
-            self._channels[channel] = group_of_two(name, place, self._device.type, self._timeout)
+            self._channels[channel] = pair_group(name, place, self._device.type, self._timeout)
             self._open(channel)
 
     def _open(self, channel: tuple[int, int]) -> None:

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from lightning_pp.distributed.groups import group_of_two
+from lightning_pp.distributed.groups import pair_group
 
 _NUM_WARM_UP = 2
 _NUM_REPEATS = 5
@@ -48,7 +48,7 @@ def measure_links(links: Sequence[Link], rank: int, name: str, device: torch.dev
             continue
         message = torch.zeros(max(1, link.num_bytes), dtype=torch.uint8, device=device)
         is_first = rank == link.first
-        channel = group_of_two(f"{name}/{link}", int(not is_first), device.type, None)
+        channel = pair_group(f"{name}/{link}", int(not is_first), device.type, None)
         times = []
         for _ in range(_NUM_WARM_UP + _NUM_REPEATS):
             started = _now(device)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from lightning_pp.schedule import Action, ActionKind, Schedule
-from lightning_pp.schedule.simulation.messages import turns_of_actions
+from lightning_pp.schedule.simulation.messages import action_turns
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.step_record import TensorSpec, Value
 
@@ -160,14 +160,14 @@ def _posts_in_order(schedule: Schedule, messages: _Messages, rank: int) -> list[
     """For each action of ``rank`` the receives to post before it, so that nobody waits in a circle.
 
     All ranks know one order of all actions: by the time at which they begin where messages take none (see
-    :func:`turns_of_actions`), and then by rank. A receive is posted before the first action that comes after the one
+    :func:`action_turns`), and then by rank. A receive is posted before the first action that comes after the one
     that sends, and receives that are posted together are posted in the order of their senders.
 
     So however many ranks drain their device, and whenever, the earliest action that is not done can run: the receives
     that its rank has posted are of earlier actions, and the receivers of what its rank has sent have done all that they
     do before they post.
     """
-    turns = turns_of_actions(schedule)
+    turns = action_turns(schedule)
     to_rank = [
         ((turn, other), message)
         for other, program in enumerate(schedule.programs)

@@ -27,7 +27,7 @@ from lightning_pp.schedule.search.justify import PASSES_OF_A_ROUND, justify
 from lightning_pp.schedule.search.local import climb
 from lightning_pp.schedule.search.phases import best_of_both_phases
 from lightning_pp.schedule.search.problem import Orders, Problem
-from lightning_pp.schedule.search.timing import Length, Objective, earliest, length_of, lower_bound
+from lightning_pp.schedule.search.timing import Length, Objective, earliest, find_length, lower_bound
 from lightning_pp.schedule.sharding import insert_sharding, with_last_split
 from lightning_pp.schedule.simulation.memory import exceeds, peaks_of
 from lightning_pp.schedule.simulation.simulate import step_length
@@ -222,7 +222,7 @@ def _raw_candidates(problems: list[Problem], schedules: list[Schedule], deadline
 def _measured(problem: Problem, orders: Orders, origin: str) -> _Candidate:
     starts = earliest(problem, orders)
     assert starts is not None, "candidates are free of deadlock"
-    return _Candidate(length_of(problem, orders, starts), problem, orders, origin)
+    return _Candidate(find_length(problem, orders, starts), problem, orders, origin)
 
 
 def _policies(stages_per_rank: int) -> list[Policy]:

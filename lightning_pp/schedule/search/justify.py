@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from lightning_pp.schedule.search.deadline import NEVER, Deadline
 from lightning_pp.schedule.search.problem import Orders, Problem
-from lightning_pp.schedule.search.timing import Objective, Times, backwards, earliest, length_of, mirrored_starts
+from lightning_pp.schedule.search.timing import Objective, Times, backwards, earliest, find_length, mirrored_starts
 
 _EPSILON = 1e-9
 PASSES_OF_A_ROUND = 4
@@ -40,7 +40,7 @@ def justify(
     """
     starts = earliest(problem, orders)
     assert starts is not None, "orders must be free of deadlock"
-    best, best_score = orders, objective.of(length_of(problem, orders, starts))
+    best, best_score = orders, objective.of(find_length(problem, orders, starts))
     without_gain = 0
     for _ in range(max_rounds):
         improved = False
@@ -50,11 +50,11 @@ def justify(
             if forward:
                 orders = _filled(problem, orders, starts)
             else:
-                due = length_of(problem, orders, starts).due()
+                due = find_length(problem, orders, starts).due()
                 orders = backwards(_filled(problem.mirrored, *mirrored_starts(problem, orders, due)))
             starts = earliest(problem, orders)
             assert starts is not None, "moving into gaps keeps orders free of deadlock"
-            score = objective.of(length_of(problem, orders, starts))
+            score = objective.of(find_length(problem, orders, starts))
             if score < best_score - _EPSILON:
                 best, best_score, improved = orders, score, True
         without_gain = 0 if improved else without_gain + 1

@@ -16,7 +16,7 @@ from random import Random
 from lightning_pp.schedule.program.coded import I, W
 from lightning_pp.schedule.search.deadline import NEVER, Deadline
 from lightning_pp.schedule.search.problem import Orders, Problem
-from lightning_pp.schedule.search.timing import Objective, Times, earliest, latest, length_of
+from lightning_pp.schedule.search.timing import Objective, Times, earliest, find_length, latest
 
 _EPSILON = 1e-9
 _COOLING = 0.1
@@ -114,11 +114,11 @@ class _Climb:
         return best
 
     def _score(self, starts: Times) -> float:
-        return self.objective.of(length_of(self.problem, self.orders, starts))
+        return self.objective.of(find_length(self.problem, self.orders, starts))
 
     def _critical(self, starts: Times) -> list[tuple[int, int]]:
         """Rank and position of every critical action."""
-        due = length_of(self.problem, self.orders, starts).due()
+        due = find_length(self.problem, self.orders, starts).due()
         late = latest(self.problem, self.orders, due)
         return [
             (rank, position)

@@ -16,7 +16,7 @@ from lightning_pp.schedule.program.coded import I, W
 from lightning_pp.schedule.search.deadline import NEVER, Deadline
 from lightning_pp.schedule.search.justify import justify
 from lightning_pp.schedule.search.problem import UNLIMITED, Orders, Problem
-from lightning_pp.schedule.search.timing import Objective, earliest, length_of
+from lightning_pp.schedule.search.timing import Objective, earliest, find_length
 from lightning_pp.schedule.simulation.memory import exceeds
 
 _NUM_JUSTIFIED = 4
@@ -39,7 +39,7 @@ def best_of_both_phases(
     def score(orders: Orders) -> float:
         starts = earliest(problem, orders)
         assert starts is not None, "a phase of legal orders is free of deadlock"
-        return objective.of(length_of(problem, orders, starts))
+        return objective.of(find_length(problem, orders, starts))
 
     forwards = min((forwards for forwards, _ in phases), key=score)
     # of those that take as long the one that holds least, which matters where I holds more than F

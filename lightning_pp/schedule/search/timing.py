@@ -56,7 +56,7 @@ class Objective:
         return self.score(length.makespan, length.longest_span)
 
 
-def length_of(problem: Problem, orders: Orders, starts: Times) -> Length:
+def find_length(problem: Problem, orders: Orders, starts: Times) -> Length:
     """Measure the outcome of :func:`earliest`."""
     m, duration = problem.num_microbatches, problem.duration
     ends = [times[-1] + duration[order[-1] // m] for times, order in zip(starts, orders, strict=True)]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_pp.schedule.schedule import Schedule
 
 
-def turns_of_actions(schedule: Schedule) -> tuple[tuple[float, ...], ...]:
+def action_turns(schedule: Schedule) -> tuple[tuple[float, ...], ...]:
     """For each rank, when each of its actions begins. F, I and W take one unit of time, everything else none.
 
     An action begins after the one before it on its rank, and after those whose results it needs.
@@ -75,7 +75,7 @@ def _flows(schedule: Schedule, values: Iterable[tuple[int, int, int, int, bool]]
     n, m, rank_of_stage = schedule.placement.num_stages, schedule.num_microbatches, schedule.placement.rank_of_stage
     begin = np.full((2, n, m), np.inf)  # of F; of I or B
     order = np.zeros((2, n, m), np.int64)  # which action of its rank it is
-    for program, turns in zip(schedule.coded, turns_of_actions(schedule), strict=True):
+    for program, turns in zip(schedule.coded, action_turns(schedule), strict=True):
         kinds, stages, microbatches = program.parts()
         for index, chosen in enumerate((kinds == F, (kinds == I) | (kinds == B))):
             begin[index, stages[chosen], microbatches[chosen]] = np.array(turns)[chosen]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from lightning_pp.sharding._torch_private import values_of_sparse
+from lightning_pp.sharding._torch_private import sparse_values
 from lightning_pp.sharding.units.flat import local_tensor
 
 
@@ -43,7 +43,7 @@ def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         local = local_tensor(tensor)
-        values = values_of_sparse(local) if local.is_sparse else local
+        values = sparse_values(local) if local.is_sparse else local
         if values.numel() > 0 and (values.is_floating_point() or values.is_complex()):
             by_device.setdefault(values.device, []).append(values)
     return by_device

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_pp.sharding._torch_private import device_type_of, unscale_all_, values_of_sparse
+from lightning_pp.sharding._torch_private import device_type_of, sparse_values, unscale_all_
 from lightning_pp.sharding.units.flat import local_tensor
 
 
@@ -49,7 +49,7 @@ class AgreeingGradScaler(GradScaler):
                     if gradient.dtype == torch.float16 and not allow_fp16:
                         raise ValueError("Attempting to unscale FP16 gradients.")
                     if gradient.is_sparse:
-                        gradient = values_of_sparse(gradient)
+                        gradient = sparse_values(gradient)
                     by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
             found = found_inf.detach().clone()
             for (device, _), gradients in by_kind.items():

@@ -208,7 +208,7 @@ def gathered_bytes(parameters: Iterable[Tensor], num_shards: int, dtype: torch.d
     return total
 
 
-def slots_of(units: Mapping[str, nn.Module], excluded: Iterable[nn.Parameter]) -> list[ParameterSlot]:
+def parameter_slots(units: Mapping[str, nn.Module], excluded: Iterable[nn.Parameter]) -> list[ParameterSlot]:
     """A slot for each parameter of ``units`` outside ``excluded``; one of several places where it is registered.
 
     Raises:

@@ -42,11 +42,11 @@ class UnitsBefore:
                 attributes.pop(name, None)
             for name, hooks in attributes.items():
                 if name.endswith("_hooks") and isinstance(hooks, dict):
-                    for key in [key for key, hook in hooks.items() if _is_of_sharding(hook)]:
+                    for key in [key for key, hook in hooks.items() if _is_sharding_hook(hook)]:
                         del hooks[key]
 
 
-def _is_of_sharding(hook: Any) -> bool:
+def _is_sharding_hook(hook: Any) -> bool:
     function = getattr(hook, "hook", hook)  # torch wraps some that are called with the module
     while isinstance(function, partial):
         function = function.func

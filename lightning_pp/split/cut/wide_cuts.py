@@ -70,7 +70,7 @@ def wide_cuts(plan: StepPlan) -> list[WideCut]:
         made_of = {
             origin
             for value in edges
-            for origin in ((value,) if value.is_of_unit else record.operations[value.leaf].origins)
+            for origin in ((value,) if value.made_by_unit else record.operations[value.leaf].origins)
         }
         lines = dict.fromkeys(call.line for call in behind if not made_of.isdisjoint(call.reads.values))
         sizes = crossing_bytes, output_bytes, len(edges)

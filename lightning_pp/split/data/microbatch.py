@@ -92,7 +92,7 @@ def _num_samples_of_part(part: Any, index: int, name: str) -> int:
                 "integer of at least 1. Return fewer microbatches rather than empty ones."
             )
         return part.num_samples
-    lengths = lengths_of(part)
+    lengths = sample_lengths(part)
     if len(set(lengths.values())) != 1 or 0 in lengths.values():
         raise BatchError(
             f"split_batch={name} returned microbatch {index} of type {type(part).__name__}, and its number of samples "
@@ -108,7 +108,7 @@ def placed_tensors(batch: Any) -> dict[str, Tensor]:
     return {place: leaf for place, leaf in entries if isinstance(leaf, Tensor) and not leaf.is_nested and leaf.dim()}
 
 
-def lengths_of(batch: Any) -> dict[str, int]:
+def sample_lengths(batch: Any) -> dict[str, int]:
     """Place to length along dimension 0, for the same tensors."""
     return {place: tensor.size(0) for place, tensor in placed_tensors(batch).items()}
 
@@ -221,7 +221,7 @@ def split_batch(batch: Any, num_microbatches: int, batch_dim: BatchDim = None) -
     num_samples, dims = _samples_of(batch, batch_dim)
     if num_samples is None:
         if num_microbatches > 1 and batch is not None and not isinstance(batch, (bool, int, float, str)):
-            lengths = lengths_of(batch)
+            lengths = sample_lengths(batch)
             why = f"keeps its tensors in attributes ({described(lengths)})" if lengths else "holds no tensor to cut"
             raise BatchError(
                 f"A batch of type {type(batch).__name__} {why}, so it cannot be cut along dimension 0 into "
@@ -288,8 +288,8 @@ def _slicer(batch: Any, num_samples: int, num_slices: int, dims: Mapping[int, in
                 return tree
             # steps may view what is contiguous in the batch
             return tree[start : start + size] if dim == 0 else tree.narrow(dim, start, size).contiguous()
-        if _is_mask_of_rows(tree, num_samples):
-            return _rows_of_mask(tree, start, size)
+        if _is_row_mask(tree, num_samples):
+            return _mask_rows(tree, start, size)
         if _is_plain_list(tree) or (has_sample_list and _is_list_of_samples(tree)):
             return tree[start : start + size] if len(tree) == num_samples else tree
         return map_children(lambda child: slice_of(child, start, size), tree)
@@ -310,8 +310,8 @@ def num_listed_samples(batch: Any) -> int | None:
 
     Two views of a batch are a list of dicts as well; but then the tensors in it have the batch's length in common.
     """
-    dicts = _lists(batch, _is_list_of_dicts)
-    tensor_lists = {len(tensors) for tensors in _lists(batch, _is_list_of_tensors)}
+    dicts = _lists(batch, _is_dict_list)
+    tensor_lists = {len(tensors) for tensors in _lists(batch, _is_tensor_list)}
     for samples in dicts:
         lengths = [[leaf.size(0) for leaf in leaves_of(s) if isinstance(leaf, Tensor) and leaf.dim()] for s in samples]
         if len(samples) in tensor_lists or any(length != lengths[0] for length in lengths):
@@ -321,10 +321,10 @@ def num_listed_samples(batch: Any) -> int | None:
 
 def _is_list_of_samples(tree: Any) -> bool:
     """What has an entry per sample beside a list that is known to."""
-    return _is_list_of_dicts(tree) or _is_list_of_tensors(tree)
+    return _is_dict_list(tree) or _is_tensor_list(tree)
 
 
-def _is_list_of_dicts(tree: Any) -> bool:
+def _is_dict_list(tree: Any) -> bool:
     return (
         type(tree) in (list, tuple)
         and len(tree) > 0
@@ -332,7 +332,7 @@ def _is_list_of_dicts(tree: Any) -> bool:
     )
 
 
-def _is_list_of_tensors(tree: Any) -> bool:
+def _is_tensor_list(tree: Any) -> bool:
     return type(tree) in (list, tuple) and len(tree) > 0 and all(isinstance(sample, Tensor) for sample in tree)
 
 
@@ -356,14 +356,14 @@ def _refuse_uncuttable(tree: Any, num_slices: int) -> None:
         _refuse_uncuttable(child, num_slices)
 
 
-def _is_mask_of_rows(leaf: Any, num_samples: int) -> bool:
+def _is_row_mask(leaf: Any, num_samples: int) -> bool:
     """Whether ``leaf`` is FlexAttention's ``BlockMask`` with a row for each sample."""
     flex_attention = sys.modules.get("torch.nn.attention.flex_attention")  # takes long to import
     is_mask = flex_attention is not None and isinstance(leaf, flex_attention.BlockMask)
     return is_mask and leaf.kv_num_blocks.shape[0] == num_samples
 
 
-def _rows_of_mask(mask: Any, start: int, size: int) -> Any:
+def _mask_rows(mask: Any, start: int, size: int) -> Any:
     """A ``BlockMask`` of some of the rows; torch leaves out its function, which is told the numbers of all rows."""
     rows = mask[start : start + size]
     rows.mask_mod = lambda batch, head, query, key: mask.mask_mod(batch + start, head, query, key)
@@ -373,7 +373,7 @@ def _rows_of_mask(mask: Any, start: int, size: int) -> Any:
 def _refuse_objects_with_samples(batch: Any, num_samples: int, num_slices: int) -> None:
     """An object goes whole to every microbatch, which is wrong for one with a row per sample."""
     for leaf in leaves_of(batch):
-        lengths = lengths_of(leaf) if is_object(leaf) and not _is_mask_of_rows(leaf, num_samples) else {}
+        lengths = sample_lengths(leaf) if is_object(leaf) and not _is_row_mask(leaf, num_samples) else {}
         if num_samples in lengths.values():
             place = next(place for place, length in lengths.items() if length == num_samples)
             raise BatchError(

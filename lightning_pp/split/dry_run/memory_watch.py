@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from lightning_pp.split._torch_private import packet_of, tree_leaves
+from lightning_pp.split._torch_private import overload_packet, tree_leaves
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.record.products import ATEN_OPERANDS
 from lightning_pp.split.record.sources import storage_of
@@ -86,7 +86,7 @@ class MemoryWatch:
 
     def product(self, func: Any, args: Any, result: Any) -> tuple[Tensor, int] | None:
         """For an operation whose weight gradient can wait: its input, and the bytes of its output's gradient."""
-        packet = packet_of(func)
+        packet = overload_packet(func)
         if packet in _CASTS and isinstance(args[0], Tensor):
             is_trainable = self.is_weight(args[0])
             if is_trainable is not None:

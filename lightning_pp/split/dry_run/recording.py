@@ -405,7 +405,7 @@ class DryRun:
                     record.tail.memory.saved.update(operation.memory.saved)
                     operation.memory = HeldMemory()
             nodes = {**self._marker_nodes, **self._operation_nodes}
-            roots |= {value: node for value, node in nodes.items() if not value.is_of_unit}
+            roots |= {value: node for value, node in nodes.items() if not value.made_by_unit}
             record.nearest_gradients = gradient_sources(roots, nodes)
 
     def _check_gradient_hooks(self) -> None:
@@ -447,7 +447,7 @@ class DryRun:
         self.record.edits_batch = self._flow.edits_batch
         for value in self._flow.edited:
             self.record.leaf(value).edited_in_place = True
-            if not value.is_of_unit:
+            if not value.made_by_unit:
                 self.record.operations[value.leaf].can_cross = False
 
     def _note_what_decides(self) -> None:

@@ -114,15 +114,15 @@ def _recorded(
     else:
         _raise_if_once(first_failure, lambda: attempt(new_run()))
         return record
-    if may_fail and _is_of_user(first_failure, failure):
+    if may_fail and _is_users_error(first_failure, failure):
         line = innermost_user_line(failure)
         record = run.finish_opaque(line)
         record.failure = Failure(failure, line)
         return record
-    return _of_failed_end(run, with_gradients, first_failure, failure)
+    return _record_failed_end(run, with_gradients, first_failure, failure)
 
 
-def _of_failed_end(run: DryRun, with_gradients: bool, first_failure: Exception, failure: Exception) -> StepRecord:
+def _record_failed_end(run: DryRun, with_gradients: bool, first_failure: Exception, failure: Exception) -> StepRecord:
     """The record of a step whose end fails on fakes (``first_failure``) and on made-up data (``failure``).
 
     Raises:
@@ -136,7 +136,7 @@ def _of_failed_end(run: DryRun, with_gradients: bool, first_failure: Exception, 
         if run.end_of_batch is not None:
             record.gradient_sources = run.end_of_batch.gradient_sources
         return record
-    if _speaks_of_fakes_only_by_name(first_failure, failure) and not run.lines_of_value_reads():
+    if _names_fakes_only(first_failure, failure) and not run.lines_of_value_reads():
         raise failure
     if _is_about_fakes(first_failure) or run.lines_of_value_reads():
         reads = ", ".join(run.lines_of_value_reads()[:3])
@@ -161,7 +161,7 @@ def _raise_if_once(failure: Exception, again: Callable[[], Any]) -> None:
     raise failure
 
 
-def _is_of_user(first_failure: Exception, failure: Exception) -> bool:
+def _is_users_error(first_failure: Exception, failure: Exception) -> bool:
     """Whether it makes no difference to the failure what values the end of the step is run on."""
     same = type(first_failure) is type(failure) and str(first_failure) == str(failure)
     if not same or isinstance(failure, _OWN_ERRORS) or _is_about_fakes(failure):
@@ -169,7 +169,7 @@ def _is_of_user(first_failure: Exception, failure: Exception) -> bool:
     return innermost_user_line(first_failure) == innermost_user_line(failure)
 
 
-def _speaks_of_fakes_only_by_name(first_failure: Exception, failure: Exception) -> bool:
+def _names_fakes_only(first_failure: Exception, failure: Exception) -> bool:
     """Whether the same is wrong with a tensor of data as with a fake, whose class the message has."""
     text = str(first_failure)
     return type(failure) is type(first_failure) and "FakeTensor" in text and text.replace("Fake", "") == str(failure)

@@ -114,7 +114,7 @@ def _initialize(
     inside = [_initialize(_join(name, key), child, around, fresh, seed) for key, child in module.named_children()]
     if not direct and not any(inside):
         return False
-    for initializer in _initializers_of(module, around):
+    for initializer in _find_initializers(module, around):
         torch.manual_seed((seed + zlib.crc32(name.encode())) % (1 << 63))
         initializer(module)
         if not any(map(_is_unfilled, direct)):
@@ -122,7 +122,7 @@ def _initialize(
     return True
 
 
-def _initializers_of(module: nn.Module, around: _Initializer | None) -> list[_Initializer]:
+def _find_initializers(module: nn.Module, around: _Initializer | None) -> list[_Initializer]:
     """What may fill ``module``, the likeliest first."""
     found: list[_Initializer] = [] if around is None else [around]
     for name in ("reset_parameters", "_reset_parameters", "_init_weights"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pp.split._torch_private import packet_of, running_autograd_function, schema_of, tree_leaves
+from lightning_pp.split._torch_private import overload_packet, running_autograd_function, schema_of, tree_leaves
 from lightning_pp.split.record.sources import storage_of
 from lightning_pp.split.record.work import OperationWork
 
@@ -39,7 +39,7 @@ _PASSING = frozenset(
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Floating point operations of one operation, which gave ``result``."""
-    packet = packet_of(func)
+    packet = overload_packet(func)
     formula = flop_registry.get(packet) or _MORE_FLOPS.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
@@ -56,7 +56,7 @@ def work_of(
 
     ``weight`` is the one of its tensors ``inputs`` that is a parameter.
     """
-    packet, flops = packet_of(func), flops_of(func, args, kwargs, result)
+    packet, flops = overload_packet(func), flops_of(func, args, kwargs, result)
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     given = {storage_of(tensor) for tensor in inputs}
     if not flops and not schema_of(func).is_mutable and all(storage_of(output) in given for output in outputs):

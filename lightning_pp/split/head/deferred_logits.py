@@ -93,7 +93,7 @@ class DeferredHead:
         with without_dispatch_modes():
             numbers = _row_numbers(self.num_rows)
             rows = numbers.view(*self.hidden.shape[:-1], 1).expand(*self.hidden.shape[:-1], num_classes)
-        return _logits(self, rows, (), _dtype_of_product(self.hidden))
+        return _logits(self, rows, (), _product_dtype(self.hidden))
 
     def cross_entropy(self, rows: Tensor, pointwise: Pointwise, target: Tensor, loss: Loss) -> Tensor:
         """The loss of int64 classes ``target``, for which ``rows``, on the host, has the number of the row of each."""
@@ -318,7 +318,7 @@ def _is_all_rows(rows: Tensor, number: int) -> bool:
     return is_own and rows.is_contiguous() and rows.storage_offset() == 0 and rows.numel() == number
 
 
-def _dtype_of_product(hidden: Tensor) -> torch.dtype:
+def _product_dtype(hidden: Tensor) -> torch.dtype:
     """The dtype of a linear layer's output for that input."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype is not torch.float64:

@@ -118,7 +118,7 @@ class _LeastCrossing:
         for stage in reversed(range(self._num_stages)):
             received[stage] = self._least_for(stage, needed[stage])
             for value in received[stage]:
-                if not value.is_of_unit:  # who sends it computes it
+                if not value.made_by_unit:  # who sends it computes it
                     needed[self._stage_of(value)].add(value)
         gradients = self._gradients(received)
         if gradients is None:
@@ -128,7 +128,7 @@ class _LeastCrossing:
 
     def _stage_of(self, value: Value) -> int:
         """The stage that makes it: of an operation, that of the last unit output that it depends on."""
-        if value.is_of_unit:
+        if value.made_by_unit:
             return self._stage_of_call[value.call]
         return self._stages[value.leaf]
 
@@ -143,21 +143,21 @@ class _LeastCrossing:
                 seen.add(value)
                 if self._stage_of(value) != stage:
                     needed_of_others.add(value)
-                elif not value.is_of_unit:
+                elif not value.made_by_unit:
                     waiting += self._record.operations[value.leaf].reads
         waiting = sorted(needed_of_others)
         while waiting:
             value = waiting.pop()
             if value not in inputs:
-                inputs[value] = [] if value.is_of_unit else sorted(self._record.operations[value.leaf].reads)
+                inputs[value] = [] if value.made_by_unit else sorted(self._record.operations[value.leaf].reads)
                 waiting += inputs[value]
         costs = {value: self._cost_for(stage, value) for value in inputs}
-        sources = [value for value in inputs if value.is_of_unit and self._stage_of(value) != stage]
+        sources = [value for value in inputs if value.made_by_unit and self._stage_of(value) != stage]
         return least_cut(inputs, costs, sources, needed_of_others) if sources else set()
 
     def _cost_for(self, stage: int, value: Value) -> int | None:
         """What it costs that ``stage`` receives the value; None where it cannot."""
-        if value.is_of_unit:
+        if value.made_by_unit:
             return _cost(self._record, value)
         operation, source = self._record.operations[value.leaf], self._stage_of(value)
         is_sent = (
@@ -182,7 +182,7 @@ class _LeastCrossing:
                 if value in received[stage]:
                     returns.add((value, stage))
                     place = self._stage_of(value)
-                elif value.is_of_unit and self._stage_of(value) != stage:
+                elif value.made_by_unit and self._stage_of(value) != stage:
                     return None
                 if (value, place) not in seen:
                     seen.add((value, place))

@@ -92,7 +92,7 @@ class StepPlan:
         received = {edge.value for edge in own.receives}
         while waiting:
             value = waiting.pop()
-            if not value.is_of_unit and value not in received and value.leaf not in found:
+            if not value.made_by_unit and value not in received and value.leaf not in found:
                 found.add(value.leaf)
                 waiting += record.operations[value.leaf].reads
         return sorted(found)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_pp.split._torch_private import number_of_memory
+from lightning_pp.split._torch_private import memory_number
 from lightning_pp.split.record.step_record import Value
 
 _SOURCES = "_pp_sources"
@@ -55,6 +55,6 @@ def set_made_after(tensor: Tensor, num_calls: int) -> None:
 def storage_of(tensor: Tensor) -> int | None:
     """A number that tensors over the same memory share."""
     try:
-        return number_of_memory(tensor)
+        return memory_number(tensor)
     except (NotImplementedError, RuntimeError):
         return None  # sparse and other layouts have no storage

@@ -34,7 +34,7 @@ class Value(NamedTuple):
     leaf: int
 
     @property
-    def is_of_unit(self) -> bool:
+    def made_by_unit(self) -> bool:
         """Whether a unit made it, and not an operation between units."""
         return self.call != OF_OPERATION
 
@@ -468,7 +468,7 @@ class StepRecord:
 
     def leaf(self, value: Value) -> OutputLeaf:
         """The output leaf, or the result of an operation between units, that ``value`` names."""
-        if not value.is_of_unit:
+        if not value.made_by_unit:
             return self.operations[value.leaf].result
         return self.calls[value.call].leaf(value.leaf)
 

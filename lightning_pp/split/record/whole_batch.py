@@ -103,7 +103,7 @@ def plan_whole_batch(whole: StepPlan, parts: Sequence[StepPlan], num_samples: Se
     return WholeBatchPlan(tuple(plans[id(part)] for part in parts), tail, joins, tuple(num_samples), first_late)
 
 
-def join_of(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...], num_samples: Sequence[int]) -> Join | None:
+def find_join(parts: Sequence[tuple[int, ...]], whole: tuple[int, ...], num_samples: Sequence[int]) -> Join | None:
     """How tensors of the shapes ``parts`` become one of shape ``whole``; None if they cannot.
 
     Their sizes must add up along one dimension, with equally many entries for each sample, and be the same along all
@@ -138,7 +138,7 @@ def _first_late_call(
         tellable = _tellable_rows(record, parts, num_samples, first_late)
         for value in sorted(_needed(record, first_late)):
             shapes = [part.record.spec(value).shape for part in parts]
-            join = join_of(shapes, record.spec(value).shape, num_samples)
+            join = find_join(shapes, record.spec(value).shape, num_samples)
             if join is None or (join.rows_per_sample > 1 and join.rows_per_sample not in tellable):
                 unjoined.append(value)
             else:
@@ -169,7 +169,7 @@ def _tellable_rows(
             shape = call.shapes[place]
             shapes = [part.record.calls[call.index].shapes[place] for part in parts]
             if shape is not None and all(other is not None for other in shapes):
-                join = join_of([other for other in shapes if other is not None], shape, num_samples)
+                join = find_join([other for other in shapes if other is not None], shape, num_samples)
                 if join is not None:
                     found.add(join.rows_per_sample)
     return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-def _of_cuda(device: torch.device) -> Sequence[torch.Generator]:
+def _cuda_generators(device: torch.device) -> Sequence[torch.Generator]:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # nobody has drawn there
         return ()
     return [torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]]
@@ -22,7 +22,7 @@ def _of_cuda(device: torch.device) -> Sequence[torch.Generator]:
 
 _seeds: set[int] = set()  # that a step has had so far
 
-OF_DEVICES: dict[str, Callable[[torch.device], Sequence[torch.Generator]]] = {"cuda": _of_cuda}
+OF_DEVICES: dict[str, Callable[[torch.device], Sequence[torch.Generator]]] = {"cuda": _cuda_generators}
 """For each kind of device that has generators of its own, a function that returns those of one device."""
 
 

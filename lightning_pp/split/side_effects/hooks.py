@@ -13,7 +13,7 @@ from lightning_pp.split._torch_private import forward_hooks_of, forward_pre_hook
 from lightning_pp.split.record.step_record import HookPlace
 
 
-def hooks_of_users(hooks: Mapping[int, Any]) -> dict[int, Any]:
+def user_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
     """Hooks that are neither torch's nor this package's (sharding, weight norms), which go with the call."""
     return {key: hook for key, hook in hooks.items() if not _module_of(hook).startswith(("torch.", "lightning_pp."))}
 
@@ -56,7 +56,7 @@ def watched_hooks(unit: nn.Module, on_hook: Callable[..., Any]) -> Iterator[None
             continue
         for hooks, before in ((forward_pre_hooks_of(child), True), (forward_hooks_of(child), False)):
             if hooks:
-                own = hooks_of_users(hooks)
+                own = user_hooks(hooks)
                 originals.append((hooks, own))
                 for number, (key, hook) in enumerate(own.items()):
                     hooks[key] = partial(route, name, number, before, hook)
@@ -70,5 +70,5 @@ def watched_hooks(unit: nn.Module, on_hook: Callable[..., Any]) -> Iterator[None
 def hook_at(unit: nn.Module, place: HookPlace) -> Any:
     """The user's hook at ``place``; None if it is gone."""
     module = unit.get_submodule(place.module)
-    hooks = list(hooks_of_users(forward_pre_hooks_of(module) if place.before else forward_hooks_of(module)).values())
+    hooks = list(user_hooks(forward_pre_hooks_of(module) if place.before else forward_hooks_of(module)).values())
     return hooks[place.number] if place.number < len(hooks) else None

@@ -107,7 +107,7 @@ def reached_from(value: Any, name: str) -> list[Reached]:
         if isinstance(node, MUTABLE):
             found.append(Reached(path, node))
             waiting += _children(path, node)
-        elif (attributes := _attributes_of_users(node)) is not None:
+        elif (attributes := _user_attributes(node)) is not None:
             found.append(Reached(path, attributes))
             waiting += ((f"{path}.{key}", child) for key, child in attributes.items())
     return found
@@ -127,7 +127,7 @@ class ClassAttributes:
     """The attributes of the users' classes that ``kinds`` are or inherit from, as they are now."""
 
     def __init__(self, kinds: Iterable[type]) -> None:
-        users = {each for kind in kinds for each in kind.__mro__ if not _is_of_library(each)}
+        users = {each for kind in kinds for each in kind.__mro__ if not _is_library_class(each)}
         self._before = [(each, dict(vars(each))) for each in users]
 
     def restore(self) -> None:
@@ -145,7 +145,7 @@ def class_containers(kind: type) -> dict[str, Any]:
     """The containers that a user's class and those that it inherits from hold, by name."""
     found: dict[str, Any] = {}
     for each in reversed(kind.__mro__):
-        if _is_of_library(each):
+        if _is_library_class(each):
             continue
         for name, value in vars(each).items():
             if isinstance(value, MUTABLE) and not name.startswith("__"):
@@ -168,15 +168,15 @@ def _children(path: str, node: Any) -> Iterator[tuple[str, Any]]:
             yield f"{path}[{key!r}]", child
 
 
-def _attributes_of_users(node: Any) -> dict[str, Any] | None:
+def _user_attributes(node: Any) -> dict[str, Any] | None:
     """The attributes of an object of a user's class."""
     kind = type(node)
-    if kind is not SimpleNamespace and _is_of_library(kind):
+    if kind is not SimpleNamespace and _is_library_class(kind):
         return None
     return attributes_of(node)
 
 
-def _is_of_library(kind: type) -> bool:
+def _is_library_class(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in LIBRARIES
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pp.split._torch_private import packet_of
+from lightning_pp.split._torch_private import overload_packet
 from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.record.sources import Parameter, Source
 from lightning_pp.split.record.step_record import UnitCall
@@ -56,7 +56,7 @@ def weights_of_float32_norm(
         inputs: Its tensors, the one that is normed first.
         sources_of: Where the value of a tensor comes from.
     """
-    if packet_of(operation) not in _NORMS or inputs[0].dtype is not torch.float32:
+    if overload_packet(operation) not in _NORMS or inputs[0].dtype is not torch.float32:
         return set()
     narrow = [tensor for tensor in inputs[1:] if tensor.is_floating_point() and tensor.dtype is not torch.float32]
     return {source.name for tensor in narrow for source in sources_of(tensor) if isinstance(source, Parameter)}

@@ -28,7 +28,7 @@ from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.record.sources import sources_of
 from lightning_pp.split.record.step_record import PassedOn
 from lightning_pp.split.side_effects.containers import ABSENT, put_back
-from lightning_pp.split.side_effects.hooks import hooks_of_users, without_hooks
+from lightning_pp.split.side_effects.hooks import user_hooks, without_hooks
 from lightning_pp.split.unit_calls.checkpointed_regions import RAN, CheckpointedRegions, Region
 from lightning_pp.split.unit_calls.compilation import compiled_again, uncompiled_outside_units
 
@@ -149,7 +149,7 @@ class UnitCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        before, after = hooks_of_users(forward_pre_hooks_of(unit)), hooks_of_users(forward_hooks_of(unit))
+        before, after = user_hooks(forward_pre_hooks_of(unit)), user_hooks(forward_hooks_of(unit))
         if not before and not after:
             return self._route(handler, name, partial(self._run, call), args, kwargs)
         for key, hook in before.items():

@@ -18,7 +18,7 @@ from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.split.side_effects.module_state import preserved_state
 from lightning_pp.split.unit_calls.compilation import uncompiled
-from lightning_pp.strategy.batch.differences import Around, batch_norm_frozen, tell_of_batch_norm, tolerance_of
+from lightning_pp.strategy.batch.differences import Around, batch_norm_frozen, tolerance_of, warn_batch_norm
 from lightning_pp.strategy.batch.part_check import Outcome, PartCheck, observed
 from lightning_pp.strategy.batch.preparation import BatchPreparation
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
@@ -74,7 +74,7 @@ class BatchChecks:
     def _check_part(self, call: StepCall, batch: Any, microbatches: Sequence[Microbatch], seed: int) -> None:
         module = self.preparation.module
         if call.training:
-            tell_of_batch_norm(module, microbatches[0].num_samples)
+            warn_batch_norm(module, microbatches[0].num_samples)
         sizes = self.preparation.two_sizes(microbatches, batch)
         if all(self.groups.gather(sizes is not None, "whether a first batch is checked")) and sizes is not None:
             tolerance = tolerance_of(module, step_dtypes(self.precision).compute, self.device)

@@ -11,7 +11,7 @@ from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, check_same_given, fingerprint
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.strategy.batch.run import StepCall
-from lightning_pp.strategy.step.data import reads_streams, warn_of_equal_streams
+from lightning_pp.strategy.step.data import reads_streams, warn_equal_streams
 from lightning_pp.strategy.step.frozen import FrozenParameters
 
 _BATCHES_CHECKED_BEFOREHAND = 2
@@ -53,7 +53,7 @@ class BatchComparison:
             self.frozen.apply(frozen for *_, frozen in told)
             is_first = call.training and call.batch_idx == 0
             if is_first and self.sizes.data_parallel > 1 and reads_streams(self.module.trainer):
-                warn_of_equal_streams(groups.gather(mine.numbers, "the first batch of an epoch"))
+                warn_equal_streams(groups.gather(mine.numbers, "the first batch of an epoch"))
         elif call.training and self.sizes.ranks_of_batch > 1:
             self.frozen.check(call.batch_idx)
 

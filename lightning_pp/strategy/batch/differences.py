@@ -142,14 +142,14 @@ def tolerance_of(module: nn.Module, compute: torch.dtype | None, device: torch.d
 def find_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> list[Difference]:
     """What differs of the loss, changed attributes, logged values and outputs; what ends the run comes first."""
     return [
-        *_of_loss(step, whole, parts, tolerance),
-        *_of_attributes(step, whole, parts, tolerance),
-        *_of_logs(step, whole, parts, tolerance),
-        *_of_outputs(step, whole, parts, tolerance),
+        *_loss_differences(step, whole, parts, tolerance),
+        *_attribute_differences(step, whole, parts, tolerance),
+        *_log_differences(step, whole, parts, tolerance),
+        *_output_differences(step, whole, parts, tolerance),
     ]
 
 
-def _of_loss(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
+def _loss_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
     # one that is not finite in one piece is so without a cut, and told where it matters
     if whole.losses and whole.loss_dtype is not None and math.isfinite(whole.loss):
         bound = max(tolerance, _TOLERANCES.get(whole.loss_dtype, 0.0))
@@ -157,7 +157,7 @@ def _of_loss(step: str, whole: Observed, parts: Observed, tolerance: float) -> I
             yield Difference(f"The loss of {step}", True, True, whole.loss, parts.loss, tuple(parts.losses))
 
 
-def _of_attributes(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
+def _attribute_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
     for name, value in whole.changes.items():
         other, what = parts.changes.get(name), f"The attribute {name!r} that {step} changes"
         found = _first_other(value, other, tolerance)
@@ -168,7 +168,7 @@ def _of_attributes(step: str, whole: Observed, parts: Observed, tolerance: float
             yield Difference(what, False, True, *found, is_attribute=True)
 
 
-def _of_logs(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
+def _log_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
     others = {call.key: call for call in parts.logs}
     for call in whole.logs:
         other = others.get(call.key)
@@ -179,7 +179,7 @@ def _of_logs(step: str, whole: Observed, parts: Observed, tolerance: float) -> I
             yield Difference(f"The value that {step} logs as {call.name!r}", False, False, call.value, other.value)
 
 
-def _of_outputs(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
+def _output_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
     is_loss = bool(whole.losses) and isinstance(whole.output, Tensor)
     found = None if is_loss else _first_other(whole.output, parts.output, tolerance)
     if found is not None:
@@ -295,7 +295,7 @@ def _reason(difference: Difference, culprit: Culprit | None) -> str:
     return f"It is neither a sum nor a mean over samples. {whole_batch}"
 
 
-def tell_of_batch_norm(module: pl.LightningModule, num_samples: int) -> None:
+def warn_batch_norm(module: pl.LightningModule, num_samples: int) -> None:
     """Says once which layers normalise over microbatches."""
     names = [repr(name) for name, child in module.named_modules() if isinstance(child, _BATCH_NORMS) and child.training]
     if names:

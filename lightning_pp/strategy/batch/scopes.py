@@ -70,7 +70,7 @@ class StepScopes:
         """Around all steps of the batch."""
         with (
             self._logs.installed(self._module),
-            self._of_metrics(self._are_last),
+            self._metrics_scope(self._are_last),
             collectives_refused(self._module, "The step"),
         ):
             yield
@@ -89,7 +89,7 @@ class StepScopes:
         if self._forward_context is not None:
             scopes.append(self._forward_context())
         if self._are_last is None and self._metrics.are_there:
-            scopes.append(self._of_metrics(is_last))
+            scopes.append(self._metrics_scope(is_last))
         if self._attributes.names:
             scopes.append(self._attributes.of_microbatch(microbatch, of_whole_batch, active=is_last))
         if scaled is not None:
@@ -110,7 +110,7 @@ class StepScopes:
         self._scaled.check_loss(output)
         return scaled.of_whole_batch(output)
 
-    def _of_metrics(self, is_last: bool | None) -> AbstractContextManager[None]:
+    def _metrics_scope(self, is_last: bool | None) -> AbstractContextManager[None]:
         if is_last is None:
             return nullcontext()
         return self._metrics.step() if is_last else self._metrics.suspended()

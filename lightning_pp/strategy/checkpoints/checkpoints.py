@@ -27,7 +27,7 @@ from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_r
 from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME
 from lightning_pp.checkpoint.storage.location import is_file, is_folder, is_remote, is_url, locate, naming
 from lightning_pp.checkpoint.storage.remote_folder import remove_folder
-from lightning_pp.distributed.groups import group_of_hosts
+from lightning_pp.distributed.groups import host_group
 from lightning_pp.errors import CheckpointError, ConfigurationError
 from lightning_pp.long_tasks import LongTask
 from lightning_pp.strategy._lightning_private import NoOptimizer, replace_link
@@ -103,7 +103,7 @@ class Checkpoints:
             from lightning_pp.checkpoint.writing.background import BackgroundSaver
             from lightning_pp.checkpoint.writing.sharded import make_stager
 
-            self._background = BackgroundSaver(group_of_hosts(self._timeout))
+            self._background = BackgroundSaver(host_group(self._timeout))
             self._stager = make_stager()
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):

@@ -48,7 +48,7 @@ def end_at_once_when_interrupted_again(exception: BaseException, launcher: Any) 
     signal.signal(signal.SIGINT, leave)
 
 
-def warn_of_nothing_trained(trainer: pl.Trainer) -> None:
+def warn_nothing_trained(trainer: pl.Trainer) -> None:
     """Says why a fit has trained no batch, as far as it is known, with the numbers and what to set."""
     loop = trainer.fit_loop
     epoch, step = trainer.current_epoch, trainer.global_step

@@ -18,8 +18,8 @@ from lightning_pp.distributed.watch.table import RankFailure, Table
 from lightning_pp.distributed.watch.this_rank import RankStoppedError, ThisRank
 from lightning_pp.distributed.watch.watchdog import Watchdog, end_process
 from lightning_pp.runtime.executor import failed_action
-from lightning_pp.strategy._torch_private import store_of_job
-from lightning_pp.strategy.faults.tracebacks import lines_of_user, tell_shortly
+from lightning_pp.strategy._torch_private import job_store
+from lightning_pp.strategy.faults.tracebacks import tell_shortly, user_frames
 
 # what others died of is known by then: an exception is told at once, a killed process is seen in a second
 _CAUSE_S = 6.0
@@ -61,7 +61,7 @@ class FailedRuns:
             end_world()
 
         self._watchdog = Watchdog(
-            Table.of_job(store_of_job(), run, num_ranks, rank),
+            Table.of_job(job_store(), run, num_ranks, rank),
             replace(this_rank, wake=wake, place=lambda: _on_host(this_rank.place())),
             pids,
             store_is_of_rank_0=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
@@ -100,7 +100,7 @@ class FailedRuns:
             what = f"called exit({error.code!r})"
         action = failed_action(error)
         place = _on_host(place, action)
-        failure = RankFailure(self._rank, place, what, lines_of_user(error))
+        failure = RankFailure(self._rank, place, what, user_frames(error))
         watchdog.post(failure)
         watchdog.wait_until_known(failure)
         if not isinstance(error, SystemExit):

@@ -21,7 +21,7 @@ from lightning_pp.strategy._lightning_private import (
     replace_signal_handling,
     requeue_by_slurm,
 )
-from lightning_pp.strategy._torch_private import store_of_job
+from lightning_pp.strategy._torch_private import job_store
 from lightning_pp.strategy.faults.signal_deadline import SignalDeadline
 
 _REQUEUE = "requeue"
@@ -123,7 +123,7 @@ class Preemption:
         self._trainer = trainer
         self._wait_for_checkpoint = wait_for_checkpoint
         self._is_past_beginning = False
-        store = store_of_job() if dist.is_initialized() and trainer.world_size > 1 else None
+        store = job_store() if dist.is_initialized() and trainer.world_size > 1 else None
         self._end = CommonEnd(store, f"lightning_pp/end/{number}", num_batches, trainer.global_rank)
         self._deadline = deadline
         replace_signal_handling(trainer, self._note, self._note_requeue, self._end_fit_if_time, self._deadline.start)

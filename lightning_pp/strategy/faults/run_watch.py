@@ -15,7 +15,7 @@ from lightning_pp.strategy.faults.failed_device import end_device_work
 from lightning_pp.strategy.faults.failed_run import FailedRuns
 from lightning_pp.strategy.faults.preemption import Preemption
 from lightning_pp.strategy.faults.signal_deadline import SignalDeadline
-from lightning_pp.strategy.faults.tracebacks import stack_of_main_thread
+from lightning_pp.strategy.faults.tracebacks import main_thread_stack
 from lightning_pp.strategy.faults.unequal_data import DataProgress, check_num_batches
 from lightning_pp.strategy.lightning.launcher import RunLauncher
 from lightning_pp.strategy.lightning.loggers import GuardedLoggers
@@ -55,7 +55,7 @@ class RunWatch:
                 place=lambda: self._pipeline.stages,
                 position=self._position,
                 progress=self._data_progress,
-                stack=stack_of_main_thread,
+                stack=main_thread_stack,
                 wake=self._wake,
                 exit_codes=self._exit_codes,
                 timeout_s=cast(timedelta, strategy.timeout).total_seconds(),

@@ -34,7 +34,7 @@ class _Told(NamedTuple):
     with_frames: bool
 
 
-def lines_of_user(error: BaseException) -> tuple[str, ...]:
+def user_frames(error: BaseException) -> tuple[str, ...]:
     """``file:line in function`` of the frames of ``error`` that are the user's, outermost first, at most four."""
     lines = [line_text(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if is_of_user(frame)]
     return tuple(lines[-_MOST_LINES:])
@@ -60,7 +60,7 @@ def tell_shortly(error: BaseException, sentence: str, *, with_frames: bool = Fal
     vars(error)[_TOLD] = _Told(sentence, with_frames)
 
 
-def stack_of_main_thread() -> Stack:
+def main_thread_stack() -> Stack:
     """What the main thread runs: the user's last four lines, and the innermost one, whose ever it is."""
     frames: list[FrameType] = []
     # A finalizer would let the main thread leave frames whose objects are being made. Python 3.11 then writes into

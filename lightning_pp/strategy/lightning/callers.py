@@ -20,7 +20,7 @@ def line_of_user() -> str:
     return UNKNOWN_LINE if frame is None else line_text(frame)
 
 
-def namespaces_of_user() -> list[dict[str, Any]]:
+def user_namespaces() -> list[dict[str, Any]]:
     """The globals of all modules that are imported by now and may be the user's."""
     others = sys.stdlib_module_names.union(_NOT_THE_USERS)
     return [

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
-from lightning_pp.strategy.lightning.callers import namespaces_of_user
+from lightning_pp.strategy.lightning.callers import user_namespaces
 
 Clip = Callable[[list[nn.Parameter], float, float], Tensor]
 """Clips this rank's part of what all ranks clip, by the norm of all of it; every rank has to call it."""
@@ -145,6 +145,6 @@ def _exchange(replaced: tuple[Any, ...], others: tuple[Any, ...]) -> None:
     libraries are left alone.
     """
     by_id = dict(zip(map(id, replaced), others, strict=True))  # looked at by identity: values may compare as they like
-    for namespace in (vars(utilities), vars(grads), vars(nn.utils), vars(clip_grad), *namespaces_of_user()):
+    for namespace in (vars(utilities), vars(grads), vars(nn.utils), vars(clip_grad), *user_namespaces()):
         if not by_id.keys().isdisjoint(map(id, list(namespace.values()))):
             namespace.update({name: by_id[id(value)] for name, value in namespace.items() if id(value) in by_id})

@@ -80,7 +80,7 @@ class GuardedLoggers:
         )
 
 
-def warn_of_folders_left_out(loggers: Sequence[Logger]) -> None:
+def warn_folders_left_out(loggers: Sequence[Logger]) -> None:
     """Says that Lightning's logger of W&B makes artifacts of files only, where checkpoints are to be folders."""
     if any(isinstance(logger, WandbLogger) and uploads_checkpoints(logger) for logger in loggers):
         rank_zero_warn(

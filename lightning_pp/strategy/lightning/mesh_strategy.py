@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_pp.distributed.gathering import gathered
 from lightning_pp.distributed.groups import default_timeout, largest_of_all, timeout_of_groups, warm_up, world_options
-from lightning_pp.distributed.launcher_store import store_of_attempt
+from lightning_pp.distributed.launcher_store import attempt_store
 from lightning_pp.distributed.loopback import gloo_on_loopback, keep_gloo_on_loopback, store_on_loopback
 from lightning_pp.distributed.meeting import among_all_ranks, store_if_ended
 from lightning_pp.distributed.meshes import groups_of_collectives, make_meshes
@@ -43,7 +43,7 @@ from lightning_pp.strategy._lightning_private import (
     reduced,
     trainer_of,
 )
-from lightning_pp.strategy._torch_private import set_timeout, store_of_job
+from lightning_pp.strategy._torch_private import job_store, set_timeout
 from lightning_pp.strategy.device_queues import use_all_queues
 from lightning_pp.strategy.faults.failed_device import refuse_aborted_groups
 from lightning_pp.strategy.faults.flight_recorder import record_nccl
@@ -244,9 +244,9 @@ class MeshStrategy(ParallelStrategy):
         store: Store | None = None
         if dist.is_initialized():
             refuse_aborted_groups()
-            store = store_if_ended(store_of_job(), environment.global_rank(), num_ranks, timeout)
+            store = store_if_ended(job_store(), environment.global_rank(), num_ranks, timeout)
         else:
-            store = store_of_attempt(timeout)
+            store = attempt_store(timeout)
         is_new = not dist.is_initialized()
         if num_ranks == self.num_processes and is_new:
             keep_gloo_on_loopback()
@@ -359,7 +359,7 @@ class MeshStrategy(ParallelStrategy):
             ConfigurationError: Called in a step, with several replicas.
         """
         if isinstance(tensor, Tensor):
-            if _is_of_all_ranks(group):
+            if _is_world(group):
                 if self.sizes.data_parallel == 1:
                     return tensor
                 self._check_outside_step("reduce", self.sizes.data_parallel)
@@ -382,7 +382,7 @@ class MeshStrategy(ParallelStrategy):
         Raises:
             ConfigurationError: Called in a step, with several replicas.
         """
-        if _is_of_all_ranks(group):
+        if _is_world(group):
             if self.sizes.data_parallel == 1:
                 return tensor
             self._check_outside_step("all_gather", self.sizes.data_parallel)
@@ -469,6 +469,6 @@ class MeshStrategy(ParallelStrategy):
         return trainer is not None and trainer.interrupted
 
 
-def _is_of_all_ranks(group: Any) -> bool:
+def _is_world(group: Any) -> bool:
     """Whether nobody has chosen a group: ``LightningModule.all_gather`` passes that of all ranks."""
     return group is None or (dist.is_initialized() and group is dist.group.WORLD)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
-from lightning_pp.planning.hardware.devices import bandwidth_of_gpu, dtype_of_precision, flops_per_byte
+from lightning_pp.planning.hardware.devices import dtype_of_precision, flops_per_byte, gpu_bandwidth
 
 
 def peak_flops_of(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -27,4 +27,4 @@ def flops_per_byte_of(device: torch.device, precision: Any) -> float:
     """
     if device.type != "cuda":
         return 0.0
-    return flops_per_byte(peak_flops_of(device, dtype_of_precision(precision)), bandwidth_of_gpu(device))
+    return flops_per_byte(peak_flops_of(device, dtype_of_precision(precision)), gpu_bandwidth(device))

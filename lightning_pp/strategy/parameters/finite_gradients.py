@@ -75,7 +75,7 @@ class FiniteGradients:
             return
         self._norm = float(norm)
         if not math.isfinite(self._norm):
-            self._own = self._last_of_own()
+            self._own = self._last_own_finding()
 
     def bad_weight(self) -> str | None:
         """A trained parameter of this rank that is not finite, in words; None for none, and where nobody is to look."""
@@ -101,13 +101,13 @@ class FiniteGradients:
         if self.mode == "skip" and looks:
             looks = self._may_be_bad_anywhere()  # the only time that the host waits, unless something is found
         if looks and not are_finite(gradient for _, _, gradient in self._gradients()):
-            own, is_bad = self._last_of_own(), True
+            own, is_bad = self._last_own_finding(), True
         if self.mode == "skip" and looks:
             is_bad = self._largest(torch.full((), float(is_bad), device=self._device))
             known_to_all = True
         if not is_bad:
             return True
-        finding = self._last_of_all(own) if known_to_all else own
+        finding = self._last_finding_of_ranks(own) if known_to_all else own
         told = loss or (finding[2] if finding else f"The norm of all gradients is {norm}, in {self.where()}.")
         if self.mode == "error":
             raise NonFiniteError(told)
@@ -122,7 +122,7 @@ class FiniteGradients:
             if parameter.grad is not None:
                 yield name, parameter, parameter.grad
 
-    def _last_of_own(self) -> Finding | None:
+    def _last_own_finding(self) -> Finding | None:
         """Of this rank's parameters whose gradients are not finite the last, to which a backward comes first."""
         units = self._split.units_of(self._rank)
         unit_of = {id(parameter): name for name, unit in units.items() for parameter in unit.parameters()}
@@ -155,7 +155,7 @@ class FiniteGradients:
         return bool(flag)
 
     @staticmethod
-    def _last_of_all(own: Finding | None) -> Finding | None:
+    def _last_finding_of_ranks(own: Finding | None) -> Finding | None:
         """The same over all ranks; every one of them calls it."""
         found: list[Finding | None] = [own]
         if dist.is_initialized() and dist.get_world_size() > 1:

@@ -168,7 +168,7 @@ class StageGradients:
             with self.clock.exposed("reduce"):
                 self._shared.sum_gradients()
 
-    def end_of_evaluation(self) -> None:
+    def finish_evaluation(self) -> None:
         """After the forward of an evaluation batch: frees what was gathered."""
         if self._units is not None:
             self._units.reshard_all()

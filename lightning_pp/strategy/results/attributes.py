@@ -161,7 +161,7 @@ class _Attribute:
             kept = copy.copy(now) if isinstance(now, (list, dict, set)) else now
             changes = {"": ("delete", None) if now is _MISSING else ("set", kept)}
         else:
-            changes = {path: _change_of(each) for path, each in self._reached.items() if each.is_changed}
+            changes = {path: _find_change(each) for path, each in self._reached.items() if each.is_changed}
         if of_whole_batch is None:
             return changes
         return {path: (kind, of_whole_batch(value)) for path, (kind, value) in changes.items()}
@@ -188,7 +188,7 @@ class _Attribute:
                 self._held[self._key] = value
 
 
-def _change_of(reached: Reached) -> tuple[str, Any]:
+def _find_change(reached: Reached) -> tuple[str, Any]:
     """What happened to a container: append (entries), set keys (items), set (the content)."""
     now, before = reached.container, reached.content
     if isinstance(now, dict):

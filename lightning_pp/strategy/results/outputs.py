@@ -197,12 +197,12 @@ def _is_list_of_samples(parts: list[_Part]) -> bool:
     if all(isinstance(entry, dict) for part in parts for entry in part.value):
         return True
     return not any(
-        all(_is_of_batch(entry, part.num_samples) for entry, part in zip(entries, parts, strict=True))
+        all(_is_batch_entry(entry, part.num_samples) for entry, part in zip(entries, parts, strict=True))
         for entries in zip(*(part.value for part in parts), strict=True)
     )
 
 
-def _is_of_batch(entry: Any, num_samples: int) -> bool:
+def _is_batch_entry(entry: Any, num_samples: int) -> bool:
     """Whether ``entry`` has a tensor with a row per sample, or a scalar."""
     arrays = [leaf for leaf in leaves_of(entry) if isinstance(leaf, (Tensor, np.ndarray))]
     return any(leaf.ndim == 0 or leaf.shape[0] == num_samples for leaf in arrays)

@@ -126,7 +126,7 @@ def _transferred(trainer: pl.Trainer, batch: Any) -> tuple[Any, list[tuple[nn.Mo
     return batch, left
 
 
-def warn_of_equal_streams(fingerprints: Sequence[Any]) -> None:
+def warn_equal_streams(fingerprints: Sequence[Any]) -> None:
     """Says if all replicas were given the same batch of an iterable dataset, which nobody has shared out.
 
     Args:

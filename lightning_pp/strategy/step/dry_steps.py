@@ -178,13 +178,13 @@ def recorded_step(
             stack.enter_context(collectives_refused(module, step))
             stack.enter_context(precision.forward_context())
             stack.enter_context(logging_to(module, dry.need_at_end, logged.append))
-            stack.enter_context(loggers_muted(trainer_of(module), partial(_tell_of_logger, step)))
+            stack.enter_context(loggers_muted(trainer_of(module), partial(_warn_logger_called, step)))
             stack.enter_context(metrics_suspended(module, metric_returns, on_fakes=trains))
             if reads_batch_idx(getattr(module, step)):
                 dry.note_progress_read()
             own, shared = dry.own(batch), dict(entries_of(batch, "batch"))
             with (
-                trainer_watched(module, dry.note_progress_read, partial(_tell_of_metrics, step, logged)),
+                trainer_watched(module, dry.note_progress_read, partial(_warn_metrics_read, step, logged)),
                 output_held(),
             ):
                 output = call_step(module, step, own, *rest, **(kwargs or {}))
@@ -198,7 +198,7 @@ def recorded_step(
     return run
 
 
-def _tell_of_logger(step: str) -> None:
+def _warn_logger_called(step: str) -> None:
     rank_zero_warn(
         f"{step} calls a logger itself, at {user_line()}. A pipeline makes this call once for each microbatch, on the "
         "rank of the last stage. Most loggers write on rank 0 only, so the values may be lost. Use self.log, or return "
@@ -206,7 +206,7 @@ def _tell_of_logger(step: str) -> None:
     )
 
 
-def _tell_of_metrics(step: str, logged: Sequence[str]) -> None:
+def _warn_metrics_read(step: str, logged: Sequence[str]) -> None:
     if not logged:
         return
     rank_zero_warn(

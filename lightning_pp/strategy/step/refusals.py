@@ -68,10 +68,10 @@ def refuse_unsupported(
                 raise ConfigurationError(f"{type(callback).__name__} cannot be used in a pipeline: it {reason}")
     refuse_precision(precision, device)
     if trainer.state.fn == TrainerFn.FITTING:
-        _warn_of_exception_checkpoints(callbacks_of(trainer))
+        _warn_exception_checkpoints(callbacks_of(trainer))
 
 
-def _warn_of_exception_checkpoints(callbacks: Sequence[Callback]) -> None:
+def _warn_exception_checkpoints(callbacks: Sequence[Callback]) -> None:
     for callback in callbacks:
         asks = isinstance(callback, ModelCheckpoint) and callback.save_on_exception
         if asks or isinstance(callback, OnExceptionCheckpoint):

@@ -83,7 +83,7 @@ def balance_finding(evidence: Evidence) -> Finding | None:
     gain = 0.0 if cut is None else model.step_ms - model.with_costs(_costs_of(evidence, cut, units, of_stages)).step_ms
     points = [names[0] for names in (cut or [])[1:] if names]
     if slow is not None:
-        return _of_slow_rank(evidence, slow, units, gain, points)
+        return _slow_rank_finding(evidence, slow, units, gain, points)
     if gain <= 0 or not points:
         return None
     work = model.work_ms()
@@ -100,7 +100,7 @@ def balance_finding(evidence: Evidence) -> Finding | None:
     )
 
 
-def _of_slow_rank(
+def _slow_rank_finding(
     evidence: Evidence, slow: SlowRank, units: Mapping[str, UnitCost], gain: float, points: Sequence[str]
 ) -> Finding:
     host = evidence.ranks[slow.rank].host

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_pp.tensor.cuts import Cut, CutError, cut_of, mark, whole_shape
 from lightning_pp.tensor.functions import RecordedGroup
-from lightning_pp.tensor.parts import TensorPart, part_of, pieces_of
+from lightning_pp.tensor.parts import TensorPart, part_of, rank_pieces
 from lightning_pp.tensor.randomness import drawn_by_rank
 from lightning_pp.tensor.region import Region, Rule, cuts_of, marked, words
 
@@ -56,7 +56,7 @@ def dropout(region: Region, func: Callable[..., Any], args: Arguments, kwargs: d
         return marked(func(*args, **kwargs), cut)
     if isinstance(region.group, RecordedGroup) and func.__name__ == "dropout" and cut is not None:
         mask = F.dropout(torch.ones(whole_shape(tensor), dtype=tensor.dtype, device=tensor.device), given["p"])
-        mask = part_of(mask, TensorPart(cut.dim, mask.shape, pieces_of(cut.segments, region.rank, region.num_ranks)))
+        mask = part_of(mask, TensorPart(cut.dim, mask.shape, rank_pieces(cut.segments, region.rank, region.num_ranks)))
         return mark(tensor.mul_(mask) if given["inplace"] else tensor * mask, cut)
     with drawn_by_rank(region, tensor.device):
         return marked(func(*args, **kwargs), cut)

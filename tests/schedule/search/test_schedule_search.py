@@ -23,7 +23,7 @@ from lightning_pp.schedule.search.greedy import Policy, build_greedy
 from lightning_pp.schedule.search.justify import justify
 from lightning_pp.schedule.search.local import in_turn
 from lightning_pp.schedule.search.problem import Problem
-from lightning_pp.schedule.search.timing import Objective, earliest, latest, length_of
+from lightning_pp.schedule.search.timing import Objective, earliest, find_length, latest
 from lightning_pp.schedule.sharding import Sharding, ShardingMode
 
 PROFILES: dict[str, Any] = json.loads((Path(__file__).parents[1] / "published_profiles.json").read_text())
@@ -251,7 +251,7 @@ def test_greedy_and_justified_orders_are_legal(data: st.DataObject, p: int, m: i
     assert orders is not None
     starts = earliest(problem, orders)
     assert starts is not None
-    before = length_of(problem, orders, starts)
+    before = find_length(problem, orders, starts)
     late = latest(problem, orders, before.due())
     assert all(e <= x + 1e-6 for es, xs in zip(starts, late, strict=True) for e, x in zip(es, xs, strict=True))
     better = justify(problem, orders, Objective())
