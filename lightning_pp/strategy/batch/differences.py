@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -47,6 +47,7 @@ class Observed:
     Attributes:
         changes: By attribute of the module, what became of it.
         left: The same, to be made again.
+        moves: What each microbatch added to attributes that are numbers.
         output: What it returned.
         losses: The loss of each microbatch, for a training step.
         loss_dtype: Their dtype.
@@ -56,6 +57,7 @@ class Observed:
 
     changes: Mapping[str, Any]
     left: Left
+    moves: Mapping[str, Sequence[float]] = field(default_factory=dict)
     output: Any = None
     losses: Sequence[float] = ()
     loss_dtype: torch.dtype | None = None
@@ -159,6 +161,8 @@ def _loss_differences(step: str, whole: Observed, parts: Observed, tolerance: fl
 
 def _attribute_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
     for name, value in whole.changes.items():
+        if name in parts.moves and math.isclose(whole.moves[name][0], sum(parts.moves[name]), rel_tol=1e-4):
+            continue  # numbers that add up
         other, what = parts.changes.get(name), f"The attribute {name!r} that {step} changes"
         found = _first_other(value, other, tolerance)
         numbers = len(leaves_of(value)), len(leaves_of(other))

@@ -34,7 +34,7 @@ from lightning_pp.strategy.batch.differences import (
 from lightning_pp.strategy.batch.run import BatchRun
 from lightning_pp.strategy.batch.scaling import TwoSizes
 from lightning_pp.strategy.batch.whole_batch import END_OF_BATCH
-from lightning_pp.strategy.results.attributes import Left
+from lightning_pp.strategy.results.attributes import Left, learn_which_add_up
 from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, loss_of
 
 Outcome = Observed | Exception
@@ -61,6 +61,7 @@ def observed(run: BatchRun, outputs: Sequence[Any] | None, buffers: Mapping[str,
     return Observed(
         {**run.attributes.values_by_name(changes), **buffers},
         Left(run.attributes.places, changes, buffers),
+        run.attributes.moves(),
         merged,
         [float(loss) for loss in losses],
         losses[0].dtype if losses else None,
@@ -179,6 +180,7 @@ class PartCheck:
             )
         if not (isinstance(whole, Observed) and isinstance(parts, Observed)):
             return draws.differ, []
+        learn_which_add_up(self.module, whole.moves, parts.moves)
         return draws.differ, find_differences(self.step, whole, parts, self.tolerance)
 
     def _attributes_matter(self, observe: Observe, whole: Outcome, parts: Outcome) -> bool:

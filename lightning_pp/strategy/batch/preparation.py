@@ -264,7 +264,7 @@ class BatchPreparation:
 
     def _kept_by(self, plans: Sequence[StepPlan]) -> tuple[tuple[str, str], ...]:
         mutated = dict.fromkeys(name for plan in plans for name in plan.record.mutated_attributes)
-        return kept_by_step(self.module, list(mutated), list(self.split.units)) if mutated else ()
+        return kept_by_step(self.module, list(mutated), list(self.split.units))
 
     def two_sizes(self, microbatches: Sequence[Microbatch], batch: Any) -> TwoSizes | None:
         """A part of ``batch`` at two sizes, as a check or a comparison of dry runs takes it."""

@@ -9,6 +9,7 @@ one; and the last stage's result is given to every rank, since hooks that read i
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +27,8 @@ from lightning_pp.strategy.results.outputs import merge_outputs
 
 # by path of a list: whether what a step appends to it is an entry for each sample
 _lists_by_sample: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
+# by name of a number: whether what a step adds to it for parts of a batch adds up to what it adds for the batch
+_adding_up: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
 _LIGHTNINGS_OWN = frozenset(vars(pl.LightningModule()))
 _MISSING = object()
 
@@ -40,12 +43,14 @@ def kept_by_step(
 ) -> tuple[tuple[str, str], ...]:
     """Of the ``(module name, attribute)`` that a dry run saw change, those that this module looks after.
 
-    Metrics look after themselves, and what lies inside a unit belongs to its stage.
+    Metrics look after themselves, and what lies inside a unit belongs to its stage. Numbers of the module are among
+    them in any case: a count of made-up values may be 0.
     """
     prefixes = tuple(unit + "." for unit in units)
+    numbers = [("", attribute) for attribute, value in vars(module).items() if _is_number(value)]
     return tuple(
         (name, attribute)
-        for name, attribute in mutated
+        for name, attribute in dict.fromkeys([*mutated, *numbers])
         if attribute not in _LIGHTNINGS_OWN
         and name not in units
         and not name.startswith(prefixes)
@@ -70,6 +75,7 @@ class StepAttributes:
         self.names = [f"{name}.{attribute}" if name else attribute for name, attribute in names]
         self._attributes: list[_Attribute] = []
         self._known = _lists_by_sample.setdefault(module, {})
+        self._adding_up = _adding_up.setdefault(module, {})
         seen: set[int] = set()
         for (name, attribute), dotted in zip(names, self.names, strict=True):
             self._attributes.append(_Attribute(module.get_submodule(name), attribute, dotted, seen))
@@ -98,8 +104,29 @@ class StepAttributes:
         """The batch's changes, from the microbatches'."""
         if not self._changes:
             return []
-        per_attribute = zip(*(self._changes[index] for index in sorted(self._changes)), strict=True)
-        return [_merge_attribute(list(changes), num_samples, weights, self._known) for changes in per_attribute]
+        found = []
+        for name, changes in zip(self.names, self._by_attribute(), strict=False):
+            if any(map(_is_of_numbers, changes)):
+                changes = self._merged_numbers(name, changes)
+            found.append(_merge_attribute(changes, num_samples, weights, self._known))
+        return found
+
+    def _by_attribute(self) -> list[list[_Changes]]:
+        return list(map(list, zip(*(self._changes[index] for index in sorted(self._changes)), strict=True)))
+
+    def _merged_numbers(self, name: str, changes: list[_Changes]) -> list[_Changes]:
+        """What microbatches made of a number: the batch's for each, if they add up, or the last one's of integers."""
+        before, moves = _moves(changes)
+        adds_up, are_integers = self._adding_up.get(name), all(isinstance(move, int) for move in moves)
+        if adds_up or (adds_up is None and are_integers and len(set(moves)) > 1):
+            return [{"": ("set", before + sum(moves))}] * len(moves)
+        values = [each[""][1][1] if _is_of_numbers(each) else before for each in changes]
+        return [{"": ("set", values[-1] if are_integers else value)} for value in values]
+
+    def moves(self) -> dict[str, list[float]]:
+        """By name what each microbatch has added to a number."""
+        named = zip(self.names, self._by_attribute(), strict=False)
+        return {name: _moves(changes)[1] for name, changes in named if any(map(_is_of_numbers, changes))}
 
     def values_by_name(self, changes: Sequence[_Changes]) -> dict[str, Any]:
         """What was appended or set, by the name of the attribute or of what it holds."""
@@ -160,6 +187,8 @@ class _Attribute:
             # the content of a container may be put back
             kept = copy.copy(now) if isinstance(now, (list, dict, set)) else now
             changes = {"": ("delete", None) if now is _MISSING else ("set", kept)}
+            if _is_number(now) and _is_number(self._value):
+                changes = {"": ("move", (self._value, now))}
         else:
             changes = {path: _find_change(each) for path, each in self._reached.items() if each.is_changed}
         if of_whole_batch is None:
@@ -186,6 +215,30 @@ class _Attribute:
                 self._value[:] = value
             elif kind == "set":
                 self._held[self._key] = value
+
+
+def learn_which_add_up(
+    module: nn.Module, whole: Mapping[str, Sequence[float]], parts: Mapping[str, Sequence[float]]
+) -> None:
+    """Notes which numbers add up, from what a batch in one piece and its parts have added to them."""
+    known = _adding_up.setdefault(module, {})
+    for name, (move,) in whole.items():
+        if name in parts and (move or any(parts[name])):
+            known[name] = known.get(name, True) and math.isclose(move, sum(parts[name]), rel_tol=1e-4)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_of_numbers(changes: _Changes) -> bool:
+    return changes.get("", _KEPT)[0] == "move"
+
+
+def _moves(changes: Sequence[_Changes]) -> tuple[float, list[float]]:
+    """A number before the batch, and what each microbatch has added to it."""
+    before = next(each[""][1][0] for each in changes if _is_of_numbers(each))
+    return before, [each[""][1][1] - before if _is_of_numbers(each) else 0 for each in changes]
 
 
 def _find_change(reached: Reached) -> tuple[str, Any]:

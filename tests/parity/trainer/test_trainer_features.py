@@ -171,6 +171,8 @@ class KeepsOutputs(Classifier):
         self.validation_step_outputs: list[Any] = []
         self.of_samples: tuple[list[Any], dict[str, list[Any]], dict[float, Any], set[int]] = [], {"all": []}, {}, set()
         self.num_batches_seen = 0
+        self.num_right = self.num_rows = 0
+        self.total_loss, self.average_loss = 0.0, 1.0
         self.epochs: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -193,10 +195,15 @@ class KeepsOutputs(Classifier):
         for key, row in zip(batch[0][:, 0].tolist(), logits.tolist(), strict=True):
             by_key[key] = {"row": row}
         classes.update(batch[1].tolist())
+        self.num_right += (logits.argmax(-1) == batch[1]).sum().item()
+        self.num_rows += len(batch[1])
+        self.total_loss += F.cross_entropy(logits, batch[1], reduction="sum").item()
+        self.average_loss = 0.9 * self.average_loss + 0.1 * F.cross_entropy(logits, batch[1]).item()
 
     def on_validation_epoch_end(self) -> None:
         *kept, classes = copy.deepcopy(self.of_samples)
-        self.epochs.append({"of_samples": kept, "classes": sorted(classes)})
+        numbers = [self.num_right, self.num_rows, self.total_loss, self.average_loss]
+        self.epochs.append({"of_samples": kept, "classes": sorted(classes), "numbers": numbers})
         logits = torch.cat([output["logits"] for output in self.validation_step_outputs])
         target = torch.cat([output["target"] for output in self.validation_step_outputs])
         self.log("val_from_all", F.cross_entropy(logits, target))

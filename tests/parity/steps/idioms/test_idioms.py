@@ -148,9 +148,9 @@ def warned(layout: Layout, step: str, make: Any = None) -> tuple[dict[str, Any],
     return outcome, [text for text in said if any(words in text for words in about)]
 
 
-def test_an_attribute_that_counts_samples_is_told_by_name(pool: WorkerPool) -> None:
-    told = pool.run(warned, Layout("1f1b", 2, 1, 4), "samples_counted_on_the_module", world_size=2)[0][1]
-    assert len(told) == 1 and "The attribute 'num_seen' that training_step changes" in told[0]
+def test_an_attribute_that_does_not_add_up_is_told_by_name(pool: WorkerPool) -> None:
+    told = pool.run(warned, Layout("1f1b", 2, 1, 4), "largest_batch_on_the_module", world_size=2)[0][1]
+    assert len(told) == 1 and "The attribute 'largest' that training_step changes" in told[0]
     assert "2 after the samples in two parts, 4 after the same samples in one piece" in told[0]
 
 
