@@ -50,8 +50,8 @@ class UpdateHooks:
     such moment, so it runs before both, and after both where it writes into parameters.
 
     A hook that wants what is there only while training runs is known as far as it comes. Where a part of the module is
-    frozen and like one that trains, it sees every parameter all the same, and so do callbacks: pairs of parameters are
-    those of one device, and what is computed over stages is an error.
+    frozen and like one that trains, it sees every parameter all the same, and so do callbacks without a state: pairs of
+    parameters are those of one device, and what is computed over stages is an error.
 
     Args:
         module: The user's module.
@@ -126,6 +126,8 @@ class UpdateHooks:
         attached = ExitStack()
         attached.enter_context(replaced(self._module, **hooks))
         for callback in callbacks_of(self._module.trainer) if self._has_copy else ():
+            if type(callback).state_dict is not pl.Callback.state_dict:  # it keeps values, for which fakes are no use
+                continue
             own = [name for name in _HOOKS if "epoch" not in name and not _is_lightnings(getattr(type(callback), name))]
             seeing = {name: partial(self._seeing_all, getattr(callback, name)) for name in own}
             attached.enter_context(replaced(callback, **seeing))
