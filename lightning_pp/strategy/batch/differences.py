@@ -28,7 +28,7 @@ from lightning_pp.errors import enumerate_names
 from lightning_pp.split.comparison.consistency import Culprit, is_close
 from lightning_pp.split.data.tree import leaves_of
 from lightning_pp.strategy.batch.scaling import PER_MICROBATCH
-from lightning_pp.strategy.results.attributes import Left
+from lightning_pp.strategy.results.attributes import Left, add_up
 from lightning_pp.strategy.results.log_calls import LogCall
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -161,8 +161,8 @@ def _loss_differences(step: str, whole: Observed, parts: Observed, tolerance: fl
 
 def _attribute_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
     for name, value in whole.changes.items():
-        if name in parts.moves and math.isclose(whole.moves[name][0], sum(parts.moves[name]), rel_tol=1e-4):
-            continue  # numbers that add up
+        if add_up(whole.moves.get(name), parts.moves.get(name)):
+            continue
         other, what = parts.changes.get(name), f"The attribute {name!r} that {step} changes"
         found = _first_other(value, other, tolerance)
         numbers = len(leaves_of(value)), len(leaves_of(other))

@@ -25,10 +25,8 @@ from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.side_effects.reach import Reached, class_containers, reached_from
 from lightning_pp.strategy.results.outputs import merge_outputs
 
-# by path of a list: whether what a step appends to it is an entry for each sample
-_lists_by_sample: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
-# by name of a number: whether what a step adds to it for parts of a batch adds up to what it adds for the batch
-_adding_up: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
+# by path: whether a list gets an entry for each sample, and whether the parts of a batch add up in a number
+_learned: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary()
 _LIGHTNINGS_OWN = frozenset(vars(pl.LightningModule()))
 _MISSING = object()
 
@@ -74,8 +72,7 @@ class StepAttributes:
         self.places = names
         self.names = [f"{name}.{attribute}" if name else attribute for name, attribute in names]
         self._attributes: list[_Attribute] = []
-        self._known = _lists_by_sample.setdefault(module, {})
-        self._adding_up = _adding_up.setdefault(module, {})
+        self._known = _learned.setdefault(module, {})
         seen: set[int] = set()
         for (name, attribute), dotted in zip(names, self.names, strict=True):
             self._attributes.append(_Attribute(module.get_submodule(name), attribute, dotted, seen))
@@ -106,7 +103,7 @@ class StepAttributes:
             return []
         found = []
         for name, changes in zip(self.names, self._by_attribute(), strict=False):
-            if any(map(_is_of_numbers, changes)):
+            if any(map(_is_move, changes)):
                 changes = self._merged_numbers(name, changes)
             found.append(_merge_attribute(changes, num_samples, weights, self._known))
         return found
@@ -117,16 +114,16 @@ class StepAttributes:
     def _merged_numbers(self, name: str, changes: list[_Changes]) -> list[_Changes]:
         """What microbatches made of a number: the batch's for each, if they add up, or the last one's of integers."""
         before, moves = _moves(changes)
-        adds_up, are_integers = self._adding_up.get(name), all(isinstance(move, int) for move in moves)
+        adds_up, are_integers = self._known.get(name), all(isinstance(move, int) for move in moves)
         if adds_up or (adds_up is None and are_integers and len(set(moves)) > 1):
             return [{"": ("set", before + sum(moves))}] * len(moves)
-        values = [each[""][1][1] if _is_of_numbers(each) else before for each in changes]
+        values = [each[""][1][1] if _is_move(each) else before for each in changes]
         return [{"": ("set", values[-1] if are_integers else value)} for value in values]
 
     def moves(self) -> dict[str, list[float]]:
         """By name what each microbatch has added to a number."""
         named = zip(self.names, self._by_attribute(), strict=False)
-        return {name: _moves(changes)[1] for name, changes in named if any(map(_is_of_numbers, changes))}
+        return {name: _moves(changes)[1] for name, changes in named if any(map(_is_move, changes))}
 
     def values_by_name(self, changes: Sequence[_Changes]) -> dict[str, Any]:
         """What was appended or set, by the name of the attribute or of what it holds."""
@@ -220,25 +217,30 @@ class _Attribute:
 def learn_which_add_up(
     module: nn.Module, whole: Mapping[str, Sequence[float]], parts: Mapping[str, Sequence[float]]
 ) -> None:
-    """Notes which numbers add up, from what a batch in one piece and its parts have added to them."""
-    known = _adding_up.setdefault(module, {})
-    for name, (move,) in whole.items():
-        if name in parts and (move or any(parts[name])):
-            known[name] = known.get(name, True) and math.isclose(move, sum(parts[name]), rel_tol=1e-4)
+    """Notes which numbers add up: a batch adds to them in one piece what it adds in parts."""
+    known = _learned.setdefault(module, {})
+    for name, moves in whole.items():
+        if name in parts and any((*moves, *parts[name])):
+            known[name] = known.get(name, True) and add_up(moves, parts[name])
+
+
+def add_up(whole: Sequence[float] | None, parts: Sequence[float] | None) -> bool:
+    """Whether a number moves by as much for a batch in one piece as for its parts together; None: it did not move."""
+    return whole is not None and parts is not None and math.isclose(sum(whole), sum(parts), rel_tol=1e-4)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_of_numbers(changes: _Changes) -> bool:
+def _is_move(changes: _Changes) -> bool:
     return changes.get("", _KEPT)[0] == "move"
 
 
 def _moves(changes: Sequence[_Changes]) -> tuple[float, list[float]]:
     """A number before the batch, and what each microbatch has added to it."""
-    before = next(each[""][1][0] for each in changes if _is_of_numbers(each))
-    return before, [each[""][1][1] - before if _is_of_numbers(each) else 0 for each in changes]
+    before = next(each[""][1][0] for each in changes if _is_move(each))
+    return before, [each[""][1][1] - before if _is_move(each) else 0 for each in changes]
 
 
 def _find_change(reached: Reached) -> tuple[str, Any]:
