@@ -2,7 +2,8 @@
 
 One stage that has a few blocks of Llama 8B runs microbatches one after the other, in bfloat16. Each way does the same
 work: the module's own step with ``backward()``; the step of a stage with its backward in one piece (B) or split (I and
-W); both with compiled units. "Alone" are medians of single actions, with a wait for the device before and after.
+W); all again with compiled blocks, and with torchao's float8 linears in these, scaled by tensor. "Alone" are medians of
+single actions, with a wait for the device before and after.
 "In a row" is a microbatch of many that are queued without a wait, as in a step. Held is what the device holds after F,
 and after I, more than before F.
 
@@ -18,34 +19,49 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as L
 import torch
 import transformers as hf
-from split_overhead import HFModel
+from split_overhead import HFModel, cut
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from lightning_pp.planning.stage_model import SplitModel, assign_stages, record_model
 from lightning_pp.planning.steps.plans import signature_of
 from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.split_backward.deferral import weight_gradients_deferrable
 from lightning_pp.runtime.stage import StageRunner
-from lightning_pp.schedule import Placement
 
-# options of torch.compile and whether the backward is split; None: the module's own step and autograd
-WAYS: dict[str, tuple[dict[str, Any] | None, bool] | None] = {
-    "module alone": None,
-    "stage, B": (None, False),
-    "stage, I and W": (None, True),
-    "stage compiled, B": ({"dynamic": False}, False),
-    "stage compiled, I and W": ({"dynamic": False}, True),
+COMPILE = {"dynamic": False}
+
+
+class Chosen(NamedTuple):
+    """How microbatches run: as a stage or by the module's own step, and with what."""
+
+    is_stage: bool = True
+    splits: bool = False
+    compiles: bool = False
+    float8: bool = False
+
+
+WAYS = {
+    "module": Chosen(is_stage=False),
+    "stage, B": Chosen(),
+    "stage, I and W": Chosen(splits=True),
+    "module, compiled": Chosen(is_stage=False, compiles=True),
+    "stage, compiled, B": Chosen(compiles=True),
+    "stage, compiled, I and W": Chosen(splits=True, compiles=True),
+    "module, float8": Chosen(is_stage=False, compiles=True, float8=True),
+    "stage, float8, B": Chosen(compiles=True, float8=True),
+    "stage, float8, I and W": Chosen(splits=True, compiles=True, float8=True),
 }
 
 
-def llama(args: argparse.Namespace) -> L.LightningModule:
+def llama(args: argparse.Namespace, float8: bool) -> L.LightningModule:
     """Blocks with the proportions of Llama 8B; a small vocabulary, so that they are nearly all of it."""
     heads = max(4, args.dim // 128)
     config = hf.LlamaConfig(
@@ -56,53 +72,50 @@ def llama(args: argparse.Namespace) -> L.LightningModule:
         num_attention_heads=heads,
         num_key_value_heads=heads // 4,
         max_position_embeddings=args.length,
+        use_cache=False,
     )
-    return HFModel(hf.LlamaForCausalLM(config)).to(args.device, args.dtype)
+    with torch.device(args.device):
+        model = hf.LlamaForCausalLM(config).to(args.dtype)
+    if float8:
+        recipe = Float8LinearConfig.from_recipe_name("tensorwise")
+        convert_to_float8_training(model.model, config=replace(recipe, emulate=args.device == "cpu"))
+    return HFModel(model)
 
 
 class Way:
     """One way to run microbatches."""
 
-    def __init__(self, chosen: tuple[dict[str, Any] | None, bool] | None, args: argparse.Namespace) -> None:
+    def __init__(self, chosen: Chosen, args: argparse.Namespace) -> None:
         torch.manual_seed(0)
         self.device = torch.device(args.device)
-        self.module = llama(args)
+        self.chosen = chosen
+        self.module = llama(args, chosen.float8)
         self.batch = torch.randint(0, 1024, (args.batch, args.length), device=self.device)
         self.step = partial(self.module.training_step, self.batch)
-        self.options, self.split = chosen or (None, False)
-        self.is_plain = chosen is None
         self.times: dict[str, list[float]] = {"F": [], "I": [], "W": []}
         self.held: dict[str, int] = {}
-        if not self.is_plain:
-            cut = self._cut()
-            self.plan = cut.plans.plan(signature_of(self.batch), lambda dry: self.step(), with_gradients=True)
-            if self.options is not None:
-                CompiledUnits(cut.units, self.options).attach()
-            self.runner = StageRunner(0, cut.units)
-
-    def _cut(self) -> SplitModel:
-        record = record_model(
-            self.module,
-            device=self.device,
-            step=lambda dry: self.step(),
-            with_gradients=True,
-            patterns=None,
-            num_stages=1,
-        )
-        return assign_stages(record, placement=Placement.interleaved(1))
+        if not chosen.is_stage and chosen.compiles:
+            for block in self.module.model.model.layers:
+                block.compile(**COMPILE)
+        if chosen.is_stage:
+            split = cut(self.module, self.batch, num_stages=1)
+            self.plan = split.plans.plan(signature_of(self.batch), lambda dry: self.step(), with_gradients=True)
+            if chosen.compiles:
+                CompiledUnits(split.units, COMPILE).attach()
+            self.runner = StageRunner(0, split.units)
 
     def microbatch(self, timed: Callable[[str, Callable[[], Any]], Any]) -> None:
         """Runs one microbatch; its gradients are added to those that are there."""
-        if self.is_plain:
+        if not self.chosen.is_stage:
             loss = timed("F", self.step)
             timed("I", loss.backward)
             return
-        with weight_gradients_deferrable() if self.split else nullcontext():
+        with weight_gradients_deferrable() if self.chosen.splits else nullcontext():
             kept, loss = timed("F", self._forward)
             kept.loss = loss
-            timed("I", partial(self.runner.backward, self.plan, kept, (), 1.0, split=self.split))
+            timed("I", partial(self.runner.backward, self.plan, kept, (), 1.0, split=self.chosen.splits))
             kept.end_backward()
-            timed("W", kept.run_weight_gradients if self.split else lambda: None)
+            timed("W", kept.run_weight_gradients if self.chosen.splits else lambda: None)
 
     def _forward(self) -> Any:
         return self.runner.forward(
@@ -111,7 +124,7 @@ class Way:
             tuple,
             StepRandomness(0, self.device),
             with_gradients=True,
-            splits_backward=self.split,
+            splits_backward=self.chosen.splits,
         )
 
     def alone(self, action: str, run: Callable[[], Any]) -> Any:
@@ -174,6 +187,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--row", type=int, default=8, help="microbatches in a row")
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS), metavar="WAY")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures there")
     args = parser.parse_args()
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
@@ -185,8 +199,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|---|")
     first: dict[str, Any] = {}
     found: dict[str, Any] = {}
-    for way, chosen in WAYS.items():
-        figures = Way(chosen, args).figures(args)
+    for way in args.ways:
+        figures = Way(WAYS[way], args).figures(args)
         gradients = figures.pop("gradients")
         first = first or {**figures, "gradients": gradients}
         apart = max(

@@ -29,6 +29,7 @@ from lightning_pp.planning.steps.plans import signature_of
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.stage import StageRunner
 from lightning_pp.schedule import Placement
+from lightning_pp.split.cut.partition import partition_units
 from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.unit_calls.interception import UnitCalls
 
@@ -94,18 +95,18 @@ def llama(num_blocks: int, dim: int) -> L.LightningModule:
 
 
 def cut(module: L.LightningModule, batch: Tensor, num_stages: int) -> SplitModel:
-    """Splits by a dry run, as the strategy does."""
-    return assign_stages(
-        record_model(
-            module,
-            device=CPU,
-            step=lambda dry: module.training_step(batch),
-            with_gradients=True,
-            patterns=None,
-            num_stages=num_stages,
-        ),
-        placement=Placement.interleaved(num_stages),
+    """Splits by a dry run into stages with equal costs, as the strategy does."""
+    placement = Placement.interleaved(num_stages)
+    recording = record_model(
+        module,
+        device=batch.device,
+        step=lambda dry: module.training_step(batch),
+        with_gradients=True,
+        patterns=None,
+        num_stages=num_stages,
     )
+    partition = partition_units(recording.record, placement=placement, num_parameters=recording.num_parameters)
+    return assign_stages(recording, placement=placement, partition=partition)
 
 
 def median_ms(function: Callable[[], Any], num_runs: int) -> float:

@@ -45,6 +45,7 @@ from lightning_pp.planning.stage_model import (  # noqa: E402
     record_model,
 )
 from lightning_pp.schedule import Placement  # noqa: E402
+from lightning_pp.split.cut.partition import partition_units  # noqa: E402
 from lightning_pp.split.data.microbatch import split_batch  # noqa: E402
 from lightning_pp.split.record.plan import StepPlan, build_plan  # noqa: E402
 
@@ -127,11 +128,11 @@ def crossing(make: Callable[[], nn.Module], batch: Any, num_stages: int) -> Cros
         )
 
     whole = recording()
-    split = assign_stages(whole, placement=placement)
+    split = balanced(whole, placement)
     alone = replace(split.record, outputs_cross_alone=True)
     before = build_plan(alone, split.partition.stage_of_unit, num_stages)
     names = inside_of(whole, recording, placement)
-    inside = assign_stages(recording(names), placement=placement) if names else split
+    inside = balanced(recording(names), placement) if names else split
     return Crossing(
         num_bytes(before),
         num_bytes(split.step_plan()),
@@ -143,13 +144,19 @@ def crossing(make: Callable[[], nn.Module], batch: Any, num_stages: int) -> Cros
     )
 
 
+def balanced(recording: RecordedModel, placement: Placement) -> SplitModel:
+    """Stages with equal costs."""
+    partition = partition_units(recording.record, placement=placement, num_parameters=recording.num_parameters)
+    return assign_stages(recording, placement=placement, partition=partition)
+
+
 def inside_of(whole: RecordedModel, recording: Callable[..., RecordedModel], placement: Placement) -> list[str]:
     """The blocks that balanced cuts fall in, if they may."""
     names = refinable(whole)
     with suppress(SplitError):  # a step that goes by values cannot be cut between the children
         finer = recording(names)
         if not what_differs(whole, finer, names):
-            return cut_inside(assign_stages(finer, placement=placement), names)
+            return cut_inside(balanced(finer, placement), names)
     return []
 
 

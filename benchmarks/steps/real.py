@@ -1,12 +1,12 @@
-"""Steps of two real processes on two cores: our schedules beside torch's and data parallelism, compiled and not.
+"""Steps of real processes: our schedules beside torch's and data parallelism, compiled and not.
 
-A GPT of 8 blocks is trained on batches of 16 sequences in 8 microbatches. Ours go through ``Trainer`` with
-``PipelineParallelStrategy``, Lightning's DDP through ``Trainer`` too, and the schedules of
+By default two processes on two cores train a GPT of 8 blocks on batches of 16 sequences in 8 microbatches. Ours go
+through ``Trainer`` with ``PipelineParallelStrategy``, Lightning's DDP through ``Trainer`` too, and the schedules of
 ``torch.distributed.pipelining`` through a plain loop around the same blocks. Every way has the same optimizer.
 ``limit`` is the same work of each rank in plain autograd, without messages and without a bubble: no pipeline can be
 faster.
 
-Each turn of a way is a fresh pair of processes with one thread each, forked from one that has imported everything; the
+Each turn of a way is fresh processes with one thread each, forked from one that has imported everything; the
 ways take turns. A line has the median over the turns of the time of a step (wall), over many steps in a row, and of
 what the main thread of the busier rank computed in it (CPU).
 
@@ -14,6 +14,12 @@ what the main thread of the busier rank computed in it (CPU).
     python benchmarks/steps/real.py --dim 256 512 --compile both
     python benchmarks/steps/real.py --ways ours:zb_h1 torch:1f1b limit --compile yes
     python benchmarks/steps/real.py --turns 1 --keep real.json  # a turn at a time; the table is of all turns kept there
+
+With ``--device cuda`` the ranks share one GPU in bfloat16, and messages go by NCCL over sockets of the host. CUDA's
+MPS, which must not run yet, gives each rank an equal share of the multiprocessors, so ranks compute side by side. They
+still share the memory's bandwidth and the power of the device: ``limit`` has both too.
+
+    python benchmarks/steps/real.py --device cuda --ranks 4 --dim 4096 --blocks 16 --length 2048 --microbatches 12
 """
 
 from __future__ import annotations
@@ -26,9 +32,12 @@ import multiprocessing
 import os
 import socket
 import statistics
+import subprocess
+import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,10 +51,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pp import PipelineParallelStrategy
+from lightning_pp.doctor.sharing import variables_of_rank
 from lightning_pp.recipes.byte_gpt import ByteGPT
 from lightning_pp.schedule import available_schedules
 
-NUM_BLOCKS, SEQUENCES, LENGTH, MICROBATCHES = 8, 16, 128, 8
 NUM_WARM = 4
 NUM_WARM_AUTO = 14  # it measures ten, and searches then
 TORCHS: dict[str, Any] = {
@@ -64,31 +73,43 @@ WAYS = [
     "lightning:ddp",
 ]
 COMPILE = {"dynamic": False}
+PLACES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "cpu": lambda num_ranks: {"accelerator": "cpu", "devices": num_ranks},
+    # NCCL takes one rank of a host on each device: each rank is a host
+    "cuda": lambda num_ranks: {"accelerator": "gpu", "devices": 1, "num_nodes": num_ranks, "precision": "bf16-true"},
+}
 Turns = dict[str, list[tuple[float, float]]]
 """For each ``width compiled way``, seconds of wall and CPU time of a step in each turn."""
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
-    """Random bytes, the same on every rank."""
+    """Random bytes, the same on every rank.
+
+    Args:
+        length: Of a sequence, in bytes.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
 
     def __len__(self) -> int:
-        return 10_000 * SEQUENCES
+        return 100_000
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index)
-        return {"input_ids": torch.randint(0, 256, (LENGTH + 1,), generator=generator)}
+        return {"input_ids": torch.randint(0, 256, (self.length + 1,), generator=generator)}
 
 
-def batch_of(index: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a batch, [16, 128] each, int64."""
-    samples = Sequences()
-    bytes_ = torch.stack([samples[index * SEQUENCES + row]["input_ids"] for row in range(SEQUENCES)])
+def batch_of(index: int, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a batch, [sequences, length] each, int64, on the device."""
+    samples, number = Sequences(args.length), args.rows * args.microbatches
+    bytes_ = torch.stack([samples[index * number + row]["input_ids"] for row in range(number)]).to(args.device)
     return bytes_[:, :-1].contiguous(), bytes_[:, 1:].contiguous()
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy of [B, T, 256] against [B, T]."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class Model(ByteGPT):
@@ -99,12 +120,19 @@ class Model(ByteGPT):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+def model_of(args: argparse.Namespace) -> Model:
+    """The whole model on the device, in bfloat16 on a GPU."""
+    with torch.device(args.device):
+        model = Model(num_layers=args.blocks, dim=args.dim, num_heads=args.dim // 64, max_seq_len=args.length)
+    return model.bfloat16() if args.device == "cuda" else model
+
+
 class Part(nn.Module):
     """A stage for torch: a share of the blocks, with the embeddings or the head at the ends."""
 
     def __init__(self, model: ByteGPT, stage: int, num_stages: int) -> None:
         super().__init__()
-        share = NUM_BLOCKS // num_stages
+        share = len(model.blocks) // num_stages
         self.embedding = model.embedding if stage == 0 else None
         self.position = model.position if stage == 0 else None
         self.blocks = nn.ModuleList(list(model.blocks)[stage * share : (stage + 1) * share])
@@ -114,14 +142,14 @@ class Part(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, T] int64 or [B, T, D] to [B, T, D] or [B, T, 256]."""
         if self.embedding is not None and self.position is not None:
-            x = self.embedding(x) + self.position(torch.arange(x.shape[1]))
+            x = self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             x = block(x)
         return x if self.head is None or self.norm is None else self.head(self.norm(x))
 
 
 class Clock(pl.Callback):
-    """Wall and CPU time of the main thread at the end of each batch.
+    """Wall and CPU time of the main thread at the end of each batch, when the device has ended it too.
 
     Args:
         num_warm: How many steps are not counted.
@@ -135,6 +163,8 @@ class Clock(pl.Callback):
 
     def tick(self) -> None:
         """A step has ended."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         self.times.append((time.perf_counter(), time.thread_time()))
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -156,12 +186,11 @@ def compile_blocks(model: nn.Module) -> None:
 
 def by_trainer(strategy: Any, args: argparse.Namespace, batch_size: int, clock: Clock, compile_all: bool) -> None:
     """A fit of so many steps."""
-    model = Model(num_layers=NUM_BLOCKS, dim=args.dim, num_heads=args.dim // 64, max_seq_len=LENGTH)
+    model = model_of(args)
     if compile_all:
         compile_blocks(model)
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
+        **PLACES[args.device](args.ranks),
         strategy=strategy,
         max_steps=clock.num_all,
         callbacks=[clock],
@@ -170,7 +199,7 @@ def by_trainer(strategy: Any, args: argparse.Namespace, batch_size: int, clock: 
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, DataLoader(Sequences(), batch_size=batch_size))
+    trainer.fit(model, DataLoader(Sequences(args.length), batch_size=batch_size))
 
 
 def loop(step: Callable[[int], None], parameters: Any, clock: Clock) -> None:
@@ -187,22 +216,23 @@ def torchs(name: str, rank: int, args: argparse.Namespace, clock: Clock) -> None
     """A schedule of torch.distributed.pipelining."""
     kind = TORCHS[name]
     is_single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
-    num_stages = 2 if is_single else 4
-    own = [rank] if is_single else [rank, 3 - rank] if name == "zb_v" else [rank, rank + 2]
-    model = Model(num_layers=NUM_BLOCKS, dim=args.dim, num_heads=args.dim // 64, max_seq_len=LENGTH)
+    num_stages = args.ranks if is_single else 2 * args.ranks
+    second = num_stages - 1 - rank if name == "zb_v" else rank + args.ranks
+    own = [rank] if is_single else [rank, second]
+    model = model_of(args)
     if args.compile == "yes":
         # its split backward walks the graph twice, for which compiled code must not give its buffers away
         torch._functorch.config.donated_buffer = False
         compile_blocks(model)
     parts = [Part(model, stage, num_stages) for stage in own]
     stages = [
-        pipelining.PipelineStage(part, stage, num_stages, torch.device("cpu"))
+        pipelining.PipelineStage(part, stage, num_stages, torch.device(args.device))
         for part, stage in zip(parts, own, strict=True)
     ]
-    schedule: Any = kind(stages[0] if is_single else stages, MICROBATCHES, loss_fn=loss_of)
+    schedule: Any = kind(stages[0] if is_single else stages, args.microbatches, loss_fn=loss_of)
 
     def step(index: int) -> None:
-        inputs, targets = batch_of(index)
+        inputs, targets = batch_of(index, args)
         last = {"target": targets, "losses": []} if num_stages - 1 in own else {}
         schedule.step(*([inputs] if 0 in own else []), return_outputs=False, **last)
 
@@ -210,14 +240,14 @@ def torchs(name: str, rank: int, args: argparse.Namespace, clock: Clock) -> None
 
 
 def torchs_ddp(rank: int, args: argparse.Namespace, clock: Clock) -> None:
-    """Two replicas of the whole model, half of the batch each."""
-    model = Model(num_layers=NUM_BLOCKS, dim=args.dim, num_heads=args.dim // 64, max_seq_len=LENGTH)
+    """A replica of the whole model on each rank, which has its part of the batch."""
+    model = model_of(args)
     if args.compile == "yes":
         compile_blocks(model)
     replica = nn.parallel.DistributedDataParallel(model)
 
     def step(index: int) -> None:
-        inputs, targets = (half.chunk(2)[rank] for half in batch_of(index))
+        inputs, targets = (both.chunk(args.ranks)[rank] for both in batch_of(index, args))
         loss_of(replica(inputs), targets).backward()
 
     loop(step, model.parameters(), clock)
@@ -225,28 +255,34 @@ def torchs_ddp(rank: int, args: argparse.Namespace, clock: Clock) -> None:
 
 def limit(rank: int, args: argparse.Namespace, clock: Clock) -> None:
     """A rank's own forwards and backwards of every microbatch, with nobody else."""
-    model = Model(num_layers=NUM_BLOCKS, dim=args.dim, num_heads=args.dim // 64, max_seq_len=LENGTH)
+    model = model_of(args)
     if args.compile == "yes":
         compile_blocks(model)
-    part = Part(model, rank, 2)
-    rows = SEQUENCES // MICROBATCHES
-    received = torch.randn(rows, LENGTH, args.dim, requires_grad=True)
-    gradient = torch.randn(rows, LENGTH, args.dim)
+    part = Part(model, rank, args.ranks)
+    like: dict[str, Any] = {"device": args.device, "dtype": model.head.weight.dtype}
+    received = torch.randn(args.rows, args.length, args.dim, requires_grad=True, **like)
+    gradient = torch.randn(args.rows, args.length, args.dim, **like)
 
     def step(index: int) -> None:
-        for inputs, targets in zip(*(half.split(rows) for half in batch_of(index)), strict=True):
-            if rank == 0:
-                part(inputs).backward(gradient)
+        for inputs, targets in zip(*(both.split(args.rows) for both in batch_of(index, args)), strict=True):
+            values = part(inputs if rank == 0 else received)
+            if rank == args.ranks - 1:
+                loss_of(values, targets).backward()
             else:
-                loss_of(part(received), targets).backward()
+                values.backward(gradient)
 
     loop(step, part.parameters(), clock)
 
 
 def run_one(way: str, rank: int, args: argparse.Namespace, port: int, answer: Connection) -> None:
     """A rank of one way; sends its times."""
-    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = str(args.ranks)
+    os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "real"}
+    if args.device == "cuda":
+        os.environ |= {**variables_of_rank(rank, args.ranks), "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+        os.environ |= {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
+        torch.cuda.set_device(0)
     torch.manual_seed(0)
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_pp"):
@@ -256,13 +292,13 @@ def run_one(way: str, rank: int, args: argparse.Namespace, port: int, answer: Co
     is_compiled = args.compile == "yes"
     if kind == "ours":
         strategy = PipelineParallelStrategy(
-            2, num_microbatches=MICROBATCHES, schedule=name, compile=COMPILE if is_compiled else False
+            args.ranks, num_microbatches=args.microbatches, schedule=name, compile=COMPILE if is_compiled else False
         )
-        by_trainer(strategy, args, SEQUENCES, clock, compile_all=False)
+        by_trainer(strategy, args, args.rows * args.microbatches, clock, compile_all=False)
     elif kind == "lightning":
-        by_trainer("ddp", args, SEQUENCES // 2, clock, compile_all=is_compiled)
+        by_trainer("ddp", args, args.rows * args.microbatches // args.ranks, clock, compile_all=is_compiled)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
         if kind == "limit":
             limit(rank, args, clock)
         elif name == "ddp":
@@ -275,11 +311,11 @@ def run_one(way: str, rank: int, args: argparse.Namespace, port: int, answer: Co
 
 
 def turn(way: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Runs one way in two fresh processes: seconds of wall and CPU time of a step, of the slower rank."""
+    """Runs one way in fresh processes: seconds of wall and CPU time of a step, of the slowest rank."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     answers, processes = [], []
-    for rank in range(2):
+    for rank in range(args.ranks):
         mine, its = FORK.Pipe()
         processes.append(FORK.Process(target=run_one, args=(way, rank, args, port, its)))
         processes[-1].start()
@@ -295,12 +331,31 @@ def turn(way: str, args: argparse.Namespace) -> tuple[float, float]:
     return max(wall for wall, _ in times), max(cpu for _, cpu in times)
 
 
+@contextmanager
+def multiprocessors_in_equal_shares(num_ranks: int) -> Iterator[None]:
+    """CUDA's MPS for the processes that start within, each with its share of the multiprocessors."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // num_ranks)
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
+
+
 def main() -> None:
     """Runs the ways in turns and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, nargs="+", default=[256], help="width, a multiple of 64")
     parser.add_argument("--compile", choices=["no", "yes", "both"], default="no", help="whether blocks are compiled")
     parser.add_argument("--ways", nargs="*", default=WAYS, help=f"of {' '.join(WAYS)}")
+    parser.add_argument("--device", choices=list(PLACES), default="cpu")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=8, help="a multiple of twice the ranks")
+    parser.add_argument("--length", type=int, default=128, help="of a sequence")
+    parser.add_argument("--rows", type=int, default=2, help="sequences of a microbatch")
+    parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="steps that are measured, after the first ones")
     parser.add_argument("--keep", type=Path, metavar="PATH", help="add the turns to those in this JSON file")
@@ -308,12 +363,13 @@ def main() -> None:
     torch.set_num_threads(1)
     compiled = ["no", "yes"] if given.compile == "both" else [given.compile]
     found: Turns = json.loads(given.keep.read_text()) if given.keep and given.keep.exists() else {}
-    for _ in range(given.turns):
-        for dim, is_compiled, way in itertools.product(given.dim, compiled, given.ways):
-            args = argparse.Namespace(dim=dim, compile=is_compiled, steps=given.steps)
-            found.setdefault(f"{dim} {is_compiled} {way}", []).append(turn(way, args))
-            if given.keep:
-                given.keep.write_text(json.dumps(found))
+    with multiprocessors_in_equal_shares(given.ranks) if given.device == "cuda" else nullcontext():
+        for _ in range(given.turns):
+            for dim, is_compiled, way in itertools.product(given.dim, compiled, given.ways):
+                args = argparse.Namespace(**{**vars(given), "dim": dim, "compile": is_compiled})
+                found.setdefault(f"{dim} {is_compiled} {way}", []).append(turn(way, args))
+                if given.keep:
+                    given.keep.write_text(json.dumps(found))
     print_table(found)
 
 
