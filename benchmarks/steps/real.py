@@ -17,7 +17,8 @@ what the main thread of the busier rank computed in it (CPU).
 
 With ``--device cuda`` the ranks share one GPU in bfloat16, and messages go by NCCL over sockets of the host. CUDA's
 MPS, which must not run yet, gives each rank an equal share of the multiprocessors, so ranks compute side by side. They
-still share the memory's bandwidth and the power of the device: ``limit`` has both too.
+still share the memory's bandwidth and the power of the device: in ``limit`` all compute at once, so there they have
+less of both than where a rank waits. MPS refuses four ranks with 32 hardware queues each; they have 16.
 
     python benchmarks/steps/real.py --device cuda --ranks 4 --dim 4096 --blocks 16 --length 2048 --microbatches 12
 """
@@ -38,7 +39,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,10 @@ PLACES: dict[str, Callable[[int], dict[str, Any]]] = {
     # NCCL takes one rank of a host on each device: each rank is a host
     "cuda": lambda num_ranks: {"accelerator": "gpu", "devices": 1, "num_nodes": num_ranks, "precision": "bf16-true"},
 }
-Turns = dict[str, list[tuple[float, float]]]
-"""For each ``width compiled way``, seconds of wall and CPU time of a step in each turn."""
+Turn = tuple[float, float, float]
+"""Seconds of wall and CPU time of a step, and GiB that tensors took on the device at most."""
+Turns = dict[str, list[Turn]]
+"""The turns of each ``width compiled way``."""
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
@@ -154,11 +157,14 @@ class Clock(pl.Callback):
     Args:
         num_warm: How many steps are not counted.
         num_steps: How many are.
+        trace: File for torch's profile of one more step, for https://ui.perfetto.dev.
     """
 
-    def __init__(self, num_warm: int, num_steps: int) -> None:
+    def __init__(self, num_warm: int, num_steps: int, trace: Path | None = None) -> None:
         self.num_warm = num_warm
-        self.num_all = num_warm + num_steps
+        self.num_counted = num_warm + num_steps
+        self.num_all = self.num_counted + (trace is not None)
+        self.trace, self.profile = trace, torch.profiler.profile()
         self.times: list[tuple[float, float]] = []
 
     def tick(self) -> None:
@@ -166,16 +172,24 @@ class Clock(pl.Callback):
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.times.append((time.perf_counter(), time.thread_time()))
+        if self.trace is None:
+            return
+        if len(self.times) == self.num_counted:
+            self.profile.start()
+        elif len(self.times) > self.num_counted:
+            self.profile.stop()
+            self.profile.export_chrome_trace(str(self.trace))
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Of Trainer."""
         self.tick()
 
-    def per_step(self) -> tuple[float, float]:
-        """Seconds of wall and CPU time of a step, after the first ones."""
-        (wall, cpu), (last_wall, last_cpu) = self.times[self.num_warm - 1], self.times[-1]
-        number = len(self.times) - self.num_warm
-        return (last_wall - wall) / number, (last_cpu - cpu) / number
+    def per_step(self) -> Turn:
+        """Of the steps after the first ones."""
+        (wall, cpu), (last_wall, last_cpu) = (self.times[number - 1] for number in (self.num_warm, self.num_counted))
+        number = self.num_counted - self.num_warm
+        num_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+        return (last_wall - wall) / number, (last_cpu - cpu) / number, num_bytes / 2**30
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -280,7 +294,7 @@ def run_one(way: str, rank: int, args: argparse.Namespace, port: int, answer: Co
     os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "real"}
     if args.device == "cuda":
-        os.environ |= {**variables_of_rank(rank, args.ranks), "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+        os.environ |= {**variables_of_rank(rank, args.ranks), "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
         os.environ |= {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
         torch.cuda.set_device(0)
     torch.manual_seed(0)
@@ -288,7 +302,8 @@ def run_one(way: str, rank: int, args: argparse.Namespace, port: int, answer: Co
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_pp"):
         logging.getLogger(name).setLevel(logging.ERROR)
     kind, _, name = way.partition(":")
-    clock = Clock(NUM_WARM_AUTO if name == "auto" else NUM_WARM, args.steps)
+    trace = args.trace and args.trace / f"{way.replace(':', '_')}_rank{rank}.json"
+    clock = Clock(NUM_WARM_AUTO if name == "auto" else NUM_WARM, args.steps, trace)
     is_compiled = args.compile == "yes"
     if kind == "ours":
         strategy = PipelineParallelStrategy(
@@ -310,25 +325,38 @@ def run_one(way: str, rank: int, args: argparse.Namespace, port: int, answer: Co
     answer.send(clock.per_step())
 
 
-def turn(way: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Runs one way in fresh processes: seconds of wall and CPU time of a step, of the slowest rank."""
+def turn(way: str, args: argparse.Namespace) -> Turn:
+    """Runs one way in fresh processes: the most of each figure over the ranks."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    answers, processes = [], []
+    answers: list[Any] = []
+    processes = []
     for rank in range(args.ranks):
         mine, its = FORK.Pipe()
         processes.append(FORK.Process(target=run_one, args=(way, rank, args, port, its)))
         processes[-1].start()
         its.close()  # so that a process that ends without an answer is noticed
         answers.append(mine)
+    times: list[Turn] = []
     try:
-        times = [answer.recv() for answer in answers]
+        while answers:
+            for answer in wait(answers):
+                times.append(answer.recv())
+                answers.remove(answer)
     except EOFError:
+        for process in processes:
+            process.kill()
         raise SystemExit(f"{way} ended without times") from None
     finally:
         for process in processes:
             process.join()
-    return max(wall for wall, _ in times), max(cpu for _, cpu in times)
+    wall, cpu, gib = map(max, zip(*times, strict=True))
+    return wall, cpu, gib
+
+
+def control(command: str) -> None:
+    """Tells MPS."""
+    subprocess.run(["nvidia-cuda-mps-control"], input=f"{command}\n", text=True, check=False)
 
 
 @contextmanager
@@ -338,10 +366,11 @@ def multiprocessors_in_equal_shares(num_ranks: int) -> Iterator[None]:
         os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // num_ranks)
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
+        control("start_server -uid 0")  # several ranks that start it together are refused
         try:
             yield
         finally:
-            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
+            control("quit")
 
 
 def main() -> None:
@@ -359,7 +388,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="steps that are measured, after the first ones")
     parser.add_argument("--keep", type=Path, metavar="PATH", help="add the turns to those in this JSON file")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write a profile of a step of each rank there")
     given = parser.parse_args()
+    if given.trace:
+        given.trace.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     compiled = ["no", "yes"] if given.compile == "both" else [given.compile]
     found: Turns = json.loads(given.keep.read_text()) if given.keep and given.keep.exists() else {}
@@ -376,13 +408,21 @@ def main() -> None:
 def print_table(found: Turns) -> None:
     """A row for each way, of the medians of its turns."""
     medians = {key: [statistics.median(column) for column in zip(*times, strict=True)] for key, times in found.items()}
-    print("| width | compiled | way | turns | wall ms | CPU ms | wall over limit | CPU over limit |")
-    print("|---|---|---|---|---|---|---|---|")
-    for key, times in medians.items():
+    print("| width | compiled | way | turns | wall ms | CPU ms | GiB on the GPU | wall over limit | CPU over limit |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for key, (*times, gib) in medians.items():
         dim, compiled, way = key.split()
         best = medians.get(f"{dim} {compiled} limit")
-        ratios = [f"{time / least:.3f}" for time, least in zip(times, best, strict=True)] if best else ["", ""]
-        cells = (dim, compiled, way, str(len(found[key])), *(f"{1e3 * time:.1f}" for time in times), *ratios)
+        ratios = [f"{time / least:.3f}" for time, least in zip(times, best, strict=False)] if best else ["", ""]
+        cells = (
+            dim,
+            compiled,
+            way,
+            str(len(found[key])),
+            *(f"{1e3 * time:.1f}" for time in times),
+            f"{gib:.1f}",
+            *ratios,
+        )
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
