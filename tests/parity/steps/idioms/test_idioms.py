@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,17 +31,10 @@ LAYOUTS = [
     Layout("1f1b", 2, 2, 2),
     Layout("gpipe", 1, 2, 2),
 ]
-# every fourth step with one layout by day, more often of two ranks; each with all of them at night
-CASES = [(name, layout) for name in ADDITIVE for layout in LAYOUTS]
-IN_TURN = [0, 2, 4, 0, 2, 1, 0, 2, 4, 3]
-COVERING = {(name, LAYOUTS[IN_TURN[index % len(IN_TURN)]]) for index, name in enumerate(ADDITIVE[::4])}
-COVERING.add(("logs_of_all_kinds", LAYOUTS[4]))  # a number that Python makes of a sum, learned at two sizes
 
 
-def check(pool: WorkerPool, name: str, layout: Layout, **kwargs: Any) -> list[dict[str, Any]]:
-    """Trains both ways and compares."""
-    expected = run_idiom(None, name, **kwargs)
-    found = pool.run(run_idiom, layout, name, world_size=layout.world_size, timeout=120, **kwargs)
+def check(layout: Layout, found: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Compares what the ranks found with what one device finds."""
     weights: dict[str, Any] = {}
     for rank, outcome in enumerate(found):
         weights.update(outcome["weights"])
@@ -50,22 +44,35 @@ def check(pool: WorkerPool, name: str, layout: Layout, **kwargs: Any) -> list[di
             else:  # what a step returns is the replica's
                 assert_equal_trees(batch["logged"], reference["logged"], path=f"rank {rank}")
     assert_equal_trees(weights, expected["weights"])
-    return found
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [case if case in COVERING else pytest.param(*case, marks=pytest.mark.nightly) for case in CASES],
-    ids=lambda value: str(value),
-)
+def trained(layout: Layout, names: Sequence[str]) -> list[dict[str, Any]]:
+    return [run_idiom(layout, name) for name in names]
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda number: str(LAYOUTS[number]))
+def test_losses_that_add_up_are_those_of_one_device(pool: WorkerPool, number: int) -> None:
+    """By day: each step with one of the layouts, those of a layout one after the other in the same processes."""
+    layout, names = LAYOUTS[number], ADDITIVE[number :: len(LAYOUTS)]
+    ranks = pool.run(trained, layout, names, world_size=layout.world_size, timeout=240)
+    for name, *found in zip(names, *ranks, strict=True):
+        check(layout, found, run_idiom(None, name))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", ADDITIVE)
 def test_a_loss_that_adds_up_is_that_of_one_device(pool: WorkerPool, name: str, layout: Layout) -> None:
-    check(pool, name, layout)
+    found = pool.run(run_idiom, layout, name, world_size=layout.world_size, timeout=120)
+    check(layout, found, run_idiom(None, name))
 
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["masked_mean_with_item", "sum_and_mean_added", "imported_by_name"])
 def test_accumulation_and_clipping(pool: WorkerPool, name: str) -> None:
-    check(pool, name, Layout("zb_h1", 2, 1, 4), accumulate_grad_batches=2, gradient_clip_val=0.01)
+    layout, options = Layout("zb_h1", 2, 1, 4), {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}
+    found = pool.run(run_idiom, layout, name, world_size=layout.world_size, timeout=120, **options)
+    check(layout, found, run_idiom(None, name, **options))
 
 
 def refused(pool: WorkerPool, layout: Layout, step: str, make: Any = None, num_ranks: int | None = None) -> str:
