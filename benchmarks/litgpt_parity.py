@@ -66,7 +66,8 @@ class Pretraining(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         logits = self.model(batch[:, :-1].contiguous())
-        return chunked_cross_entropy(logits, batch[:, 1:].contiguous(), chunk_size=0)
+        loss: Tensor = chunked_cross_entropy(logits, batch[:, 1:].contiguous(), chunk_size=0)
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -104,7 +105,7 @@ def train(name: str, strategy: Any, devices: int) -> tuple[list[float], dict[str
 
 def main() -> None:
     """Prints a row for each model."""
-    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign,assignment]
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     torchrun = {key: os.environ.pop(key) for key in list(os.environ) if key in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     torchrun |= {key: os.environ.pop(key) for key in list(os.environ) if key.startswith(("TORCHELASTIC_", "GROUP_"))}
     expected = {name: train(name, "auto", 1) for name in NAMES}

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -55,7 +55,7 @@ def first_line() -> str:
             "Nothing in this report shows what CUDA or NCCL do."
         )
     told = torch.cuda.get_device_properties(0)
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return (
         f"ONE DEVICE: {told.name}, {told.total_memory / 2**30:.0f} GiB, torch {torch.__version__}, NCCL {nccl}. Ranks "
         "share it over sockets. Nothing in this report shows the speed or the links of several devices."
@@ -146,12 +146,13 @@ def main() -> None:
     of_device = ["--nightly", *(["-m", "gpu"] if torch.cuda.device_count() else [])]
     lines: list[Line] = []
     with arguments.report.with_suffix(".log").open("w") as log:
-        for part in (
+        parts: list[Callable[[], list[Line]]] = [
             lambda: lines_of_doctor(2, environ, until, log),
             lambda: lines_of_doctor(4, environ, until, log),
             lambda: lines_of_tests(OF_ONE_DEVICE, of_device, environ, until, log),
             lambda: lines_of_tests(OTHERS, ["--nightly", "-m", "gpu"], environ, until, log),
-        ):
+        ]
+        for part in parts:
             found = part()
             print(*found, sep="\n", flush=True)
             lines += found

@@ -95,7 +95,7 @@ class Way:
         self.times: dict[str, list[float]] = {"F": [], "I": [], "W": []}
         self.held: dict[str, int] = {}
         if not chosen.is_stage and chosen.compiles:
-            for block in self.module.model.model.layers:
+            for block in self.module.get_submodule("model.model.layers").children():
                 block.compile(**COMPILE)
         if chosen.is_stage:
             split = cut(self.module, self.batch, num_stages=1)

@@ -79,10 +79,11 @@ class Block(nn.Module):
         qkv = self.qkv(self.norm(hidden)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         sizes = cu_seqlens.diff().tolist()
         parts = [part.split(sizes, dim=-2) for part in qkv]
-        documents = [F.scaled_dot_product_attention(*each, is_causal=True) for each in zip(*parts, strict=True)]
+        documents = [F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in zip(*parts, strict=True)]
         attended = torch.cat(documents, dim=-2).transpose(1, 2).flatten(2)
         hidden = hidden + self.out(attended)
-        return hidden + self.mlp(self.norm2(hidden))
+        widened: Tensor = self.mlp(self.norm2(hidden))
+        return hidden + widened
 
 
 class PackedText(pl.LightningModule):

@@ -25,6 +25,7 @@ import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.strategy.batch.scaling import BatchScaling, ScaledBatch
@@ -55,7 +56,8 @@ class SmallGPT(L.LightningModule):
             return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0)
         losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(mask.shape)
         if self.loss == "masked mean":
-            return (losses * mask).sum() / mask.sum()
+            mean: Tensor = (losses * mask).sum() / mask.sum()
+            return mean
         return torch.stack([(row * kept).sum() / kept.sum() for row, kept in zip(losses, mask, strict=True)]).mean()
 
     def configure_optimizers(self) -> Any:
@@ -82,16 +84,16 @@ class Times(L.Callback):
 @contextmanager
 def uncorrected() -> Iterator[None]:
     """Within, nothing is counted or corrected."""
-    of_batch = BatchScaling.of_batch
+    start_counting = BatchScaling.start_counting
 
     def weights_only(self: Any, steps: Any, **_: Any) -> ScaledBatch:
         return ScaledBatch([microbatch.weight * steps.factor for microbatch in steps.microbatches], lambda: None)
 
-    BatchScaling.of_batch = weights_only  # type: ignore[method-assign]
+    BatchScaling.start_counting = weights_only  # type: ignore[method-assign]
     try:
         yield
     finally:
-        BatchScaling.of_batch = of_batch  # type: ignore[method-assign]
+        BatchScaling.start_counting = start_counting  # type: ignore[method-assign]
 
 
 def run(loss: str, width: int, num_blocks: int, num_steps: int, *, checks: bool) -> list[float]:
@@ -108,7 +110,8 @@ def run(loss: str, width: int, num_blocks: int, num_steps: int, *, checks: bool)
         accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[times],
     )  # fmt: skip
-    trainer.fit(SmallGPT(loss, width, num_blocks), torch.utils.data.DataLoader(data, batch_size=None))
+    loader: DataLoader[Any] = DataLoader(data, batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(SmallGPT(loss, width, num_blocks), loader)
     return times.steps
 
 

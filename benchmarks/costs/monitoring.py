@@ -71,7 +71,8 @@ class Sleeping(nn.Module):
     def forward(self, tensor: Tensor) -> Tensor:
         """The block's output, later."""
         time.sleep(self.seconds)
-        return _SleepInBackward.apply(self.block(tensor), 2 * self.seconds)
+        output: Tensor = _SleepInBackward.apply(self.block(tensor), 2 * self.seconds)  # type: ignore[no-untyped-call]
+        return output
 
 
 class InTurns(PipelineMonitor):

@@ -107,10 +107,11 @@ class Workload:
     def make(self, device: str, dtype: torch.dtype) -> tuple[nn.Sequential, Tensor, Tensor]:
         """The stage, an input that requires a gradient, and the gradient of the output."""
         torch.manual_seed(0)
-        kind = {"device": device, "dtype": dtype}
-        stage = nn.Sequential(*[self.block(self.width, self.num_heads) for _ in range(self.num_blocks)]).to(**kind)
-        shape = (self.batch_size, self.sequence_length, self.width)
-        return stage, torch.randn(shape, requires_grad=True, **kind), torch.randn(shape, **kind)
+        stage = nn.Sequential(*[self.block(self.width, self.num_heads) for _ in range(self.num_blocks)])
+        x, grad_output = torch.randn(
+            2, self.batch_size, self.sequence_length, self.width, device=device, dtype=dtype
+        ).unbind()
+        return stage.to(device, dtype), x.detach().requires_grad_(), grad_output
 
 
 def workloads(device: str) -> list[Workload]:

@@ -63,14 +63,15 @@ class HFModel(L.LightningModule):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.model: nn.Module = model
 
     def training_step(self, batch: Tensor) -> Tensor:
         """Next-token loss."""
-        return self.model(input_ids=batch, labels=batch).loss  # type: ignore[no-any-return]
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
 
 
-def gpt2(num_blocks: int, dim: int) -> L.LightningModule:
+def gpt2(num_blocks: int, dim: int) -> HFModel:
     """GPT-2 of transformers."""
     return HFModel(
         hf.GPT2LMHeadModel(
@@ -81,7 +82,7 @@ def gpt2(num_blocks: int, dim: int) -> L.LightningModule:
     )
 
 
-def llama(num_blocks: int, dim: int) -> L.LightningModule:
+def llama(num_blocks: int, dim: int) -> HFModel:
     """Llama of transformers."""
     config = hf.LlamaConfig(
         vocab_size=256,
@@ -127,7 +128,7 @@ def overhead_of_stages(make: Callable[[int, int], L.LightningModule], args: argp
     split = cut(module, batch, args.stages)
     hooks = [
         unit.register_forward_pre_hook(
-            lambda _, given, named, name=name: calls.update({name: (given, named)}),  # type: ignore[misc]
+            lambda _, given, named, name=name: calls.update({name: (given, named)}),
             with_kwargs=True,
         )
         for name, unit in split.units.items()
@@ -183,7 +184,7 @@ def own_code(make: Callable[[int, int], L.LightningModule], args: argparse.Names
     units = {name: module.get_submodule(name) for name in split.units}
     outputs: dict[str, Any] = {}
     hooks = [
-        unit.register_forward_hook(lambda _, given, output, name=name: outputs.update({name: output}))  # type: ignore[misc]
+        unit.register_forward_hook(lambda _, given, output, name=name: outputs.update({name: output}))
         for name, unit in units.items()
     ]
     module.training_step(batch)

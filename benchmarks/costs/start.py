@@ -71,7 +71,7 @@ def run_one(name: str, way: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(model), DataLoader(samples, batch_size=8))
+    trainer.fit(Module(model), DataLoader(samples, batch_size=8))  # type: ignore[arg-type]
 
 
 def _model(name: str) -> tuple[Any, list[dict[str, Any]]]:

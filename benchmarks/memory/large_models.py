@@ -29,7 +29,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 PARTS = ("plan", "meta", "load")
 NUM_PROCESSES = 4
@@ -37,8 +37,9 @@ LLAMA_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads":
 LLAMA_REAL = {"hidden_size": 768, "num_hidden_layers": 44, "num_attention_heads": 8, "intermediate_size": 2048}
 LLAMA_TINY = {"hidden_size": 32, "num_hidden_layers": 8, "num_attention_heads": 2, "intermediate_size": 64}
 VOCABULARY = {"7b": 32000, "real": 4096, "tiny": 512}
-# pipeline x data parallel, sharding
-LAYOUTS = ((4, 1, "replicate"), (1, 4, "replicate"), (2, 2, "full_shard"), (1, 4, "full_shard"))
+Layout = tuple[int, int, Literal["replicate", "full_shard"]]
+"""Pipeline and data-parallel ranks, and sharding."""
+LAYOUTS: tuple[Layout, ...] = ((4, 1, "replicate"), (1, 4, "replicate"), (2, 2, "full_shard"), (1, 4, "full_shard"))
 MIB = 2**20
 
 
@@ -104,6 +105,7 @@ def plan() -> dict[str, float]:
 
     from lightning_pp.planning.stage_model import assign_stages, record_model
     from lightning_pp.schedule import Placement
+    from lightning_pp.split.cut.partition import partition_units
     from lightning_pp.strategy.step.dry_steps import recorded_step
 
     dist.init_process_group("gloo")
@@ -117,17 +119,12 @@ def plan() -> dict[str, float]:
         step = recorded_step(
             module, "training_step", batch_of(vocabulary, 1), [0], precision=Precision(), trains=True, device=device
         )
-        split = assign_stages(
-            record_model(
-                module,
-                device=device,
-                step=step,
-                with_gradients=True,
-                patterns=None,
-                num_stages=NUM_PROCESSES,
-            ),
-            placement=Placement.interleaved(NUM_PROCESSES),
+        recording = record_model(
+            module, device=device, step=step, with_gradients=True, patterns=None, num_stages=NUM_PROCESSES
         )
+        placement = Placement.interleaved(NUM_PROCESSES)
+        partition = partition_units(recording.record, placement=placement, num_parameters=recording.num_parameters)
+        split = assign_stages(recording, placement=placement, partition=partition)
         split.fake_parameters.release(split.owned_by(rank))
         assert all(parameter.is_meta for parameter in module.parameters())
         return whole, bytes_of(module)
@@ -143,7 +140,7 @@ def plan() -> dict[str, float]:
 def set_up(
     config: dict[str, int],
     vocabulary: int,
-    layout: tuple[int, int, str],
+    layout: Layout,
     *,
     weights: str | None = None,
     steps: int = 0,
@@ -176,9 +173,7 @@ def set_up(
     return module
 
 
-def in_real_memory(
-    layout: tuple[int, int, str], weights: str | None = None, config: dict[str, int] = LLAMA_REAL
-) -> dict[str, float]:
+def in_real_memory(layout: Layout, weights: str | None = None, config: dict[str, int] = LLAMA_REAL) -> dict[str, float]:
     """Sets the smaller model up."""
     from lightning_pp.sharding.units.host_memory import return_freed_memory
 
@@ -254,7 +249,8 @@ def main() -> None:
     """Runs what the command line names, or everything."""
     if sys.argv[1:2] == ["--process"]:
         what, *arguments = sys.argv[2:]
-        figure = plan() if what == "plan" else in_real_memory(LAYOUTS[int(arguments[0])], *arguments[1:])
+        weights = arguments[1] if len(arguments) > 1 else None
+        figure = plan() if what == "plan" else in_real_memory(LAYOUTS[int(arguments[0])], weights)
         print(json.dumps(figure))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -265,12 +261,12 @@ def main() -> None:
             report(what, launch(what))
             continue
         with tempfile.TemporaryDirectory() as folder:
-            weights = []
+            files = []
             if what == "load":
-                weights = [str(Path(folder) / "model.safetensors")]
-                write_whole(Path(weights[0]))
+                files = [str(Path(folder) / "model.safetensors")]
+                write_whole(Path(files[0]))
             for index, (pipeline, replicas, sharding) in enumerate(LAYOUTS):
-                report(f"{what} {pipeline}x{replicas} {sharding:10}", launch(what, str(index), *weights))
+                report(f"{what} {pipeline}x{replicas} {sharding:10}", launch(what, str(index), *files))
 
 
 if __name__ == "__main__":

@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.extend(sorted({str(path.parent) for path in (Path(__file__).parents[2] / "tests").rglob("*.py")}))
 
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from live_memory import LiveMemory
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -73,7 +73,8 @@ class Embedding(nn.Module):
         self.positions = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.tokens(tokens) + self.positions
+        embedded: Tensor = self.tokens(tokens)
+        return embedded + self.positions
 
 
 class Block(nn.Module):
@@ -89,7 +90,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2).chunk(3, dim=1)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        added: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return x + added
 
 
 class Head(nn.Sequential):
@@ -173,13 +175,13 @@ def ours(rank: int, schedule: str, setting: Setting) -> dict[str, Any]:
         def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
             if trainer.global_step == 1:
                 module.zero_grad()  # so that gradients are made while watched, and subtracted
-                peak.memory.__enter__()
+                peak.memory.__enter__()  # type: ignore[no-untyped-call]
                 peak.is_second_step = True
 
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             if trainer.global_step == 2:
                 peak.is_second_step = False
-                peak.memory.__exit__(None, None, None)
+                peak.memory.__exit__(None, None, None)  # type: ignore[no-untyped-call]
                 found.update(state_bytes(module, trainer.optimizers[0]))
 
     num_stages = 2 * p if schedule in IN_V else p
@@ -325,7 +327,9 @@ def main() -> None:
     failures = []
     with tempfile.TemporaryDirectory() as folder:
         # forked, so that one process imports what takes long
-        mp.start_processes(worker, (options.schedules, setting, folder), nprocs=setting.num_ranks, start_method="fork")
+        start_processes(  # type: ignore[no-untyped-call]
+            worker, (options.schedules, setting, folder), nprocs=setting.num_ranks, start_method="fork"
+        )
         for schedule in options.schedules:
             failures += report(schedule, setting, folder)
     for failure in failures:

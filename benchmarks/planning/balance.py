@@ -112,26 +112,32 @@ SCHEDULES = ["1f1b", "zb_h1", "zb_h2", "interleaved_1f1b", "interleaved_zb", "zb
 
 def cut(module: nn.Module, batch: dict[str, Tensor], num_ranks: int, schedule: str, *, blocks: bool) -> Cut:
     """Cuts a model with its head whole, inside of ``blocks`` or not."""
-    units = None if blocks else list(discover_units(module))
-    options = PipelineOptions(ScheduleOptions(schedule_source(schedule)), cut=CutOptions(units=units))
-
-    def step(_: DryRun) -> Any:
-        return module(**batch).loss
-
-    microbatch = split_batch(batch, 1)
-    number = 4 * num_ranks
-    cutter = ModelCutter(
-        module,
-        options,
-        ParallelSizes(num_ranks, 1),
-        StepToCut(batch, microbatch * number, step),
-        PlannedDevice("cuda"),
-    )
+    options = CutOptions(units=None if blocks else list(discover_units(module)))
+    placement = build_schedule(schedule, num_ranks=num_ranks, num_microbatches=1).placement
     begun = time.perf_counter()
-    split = cutter.split(build_schedule(schedule, num_ranks=num_ranks, num_microbatches=1).placement).split
+    split = cut_as_on_gpus(module, batch, lambda _: module(**batch).loss, placement, schedule, options)
     seconds = time.perf_counter() - begun
     num_blocks = 0 if split.refinement is None else len(split.refinement.blocks)
-    return Cut(unevenness(split), step_ms(split, schedule, number), num_blocks, seconds)
+    return Cut(unevenness(split), step_ms(split, schedule, 4 * num_ranks), num_blocks, seconds)
+
+
+def cut_as_on_gpus(
+    module: nn.Module,
+    batch: Any,
+    step: Callable[[DryRun], Any],
+    placement: Placement,
+    schedule: str,
+    cut: CutOptions,
+) -> SplitModel:
+    """Cuts a model as a training on GPUs would, with four microbatches of the size of ``batch`` for each rank."""
+    cutter = ModelCutter(
+        module,
+        PipelineOptions(ScheduleOptions(schedule_source(schedule)), cut=cut),
+        ParallelSizes(placement.num_ranks, 1),
+        StepToCut(batch, split_batch(batch, 1) * 4 * placement.num_ranks, step),
+        PlannedDevice("cuda"),
+    )
+    return cutter.split(placement).split
 
 
 def unevenness(split: SplitModel) -> float:

@@ -4,7 +4,7 @@ Bytes of one microbatch, forward and back, where outputs of units cross alone, a
 units cross in their place if that is less; the same cuts for both. Then with cuts inside of blocks, wherever FLOPs are
 shared out more evenly so, whether that would make a step of so small a model shorter or not. Last with the cuts that
 training by ``1f1b`` on a GPU would choose: inside of blocks only where the estimated step, transfers included,
-is shorter so. And the work of the slowest stage over that of the mean one, with whole blocks and with cuts inside of
+is shorter so. And the work of the slowest rank over that of the mean one, with whole blocks and with cuts inside of
 them. Nothing runs but dry runs.
 """
 
@@ -23,31 +23,20 @@ from typing import Any
 import torch
 from torch import nn
 
-sys.path[:0] = [str(Path(__file__).parents[2] / "tests" / folder) for folder in ("", "models", "split")]
+sys.path.extend(sorted({str(path.parent) for path in (Path(__file__).parents[2] / "tests").rglob("*.py")}))
 
-import architectures  # noqa: E402
-import transformers_by_hand  # noqa: E402
-from one_process import CPU, build, recorded  # noqa: E402
+import architectures
+import transformers_by_hand
+from balance import cut_as_on_gpus, unevenness
+from one_process import CPU, build, recorded
 
-from lightning_pp.distributed.sizes import ParallelSizes  # noqa: E402
-from lightning_pp.errors import ConfigurationError, SplitError  # noqa: E402
-from lightning_pp.planning.hardware.devices import PlannedDevice  # noqa: E402
-from lightning_pp.planning.model_cutter import ModelCutter, StepToCut  # noqa: E402
-from lightning_pp.planning.pipeline_options import PipelineOptions  # noqa: E402
-from lightning_pp.planning.refinement.blocks import refinable, what_differs  # noqa: E402
-from lightning_pp.planning.schedules.options import ScheduleOptions  # noqa: E402
-from lightning_pp.planning.schedules.source import schedule_source  # noqa: E402
-from lightning_pp.planning.stage_model import (  # noqa: E402
-    RecordedModel,
-    RecordingOptions,
-    SplitModel,
-    assign_stages,
-    record_model,
-)
-from lightning_pp.schedule import Placement  # noqa: E402
-from lightning_pp.split.cut.partition import partition_units  # noqa: E402
-from lightning_pp.split.data.microbatch import split_batch  # noqa: E402
-from lightning_pp.split.record.plan import StepPlan, build_plan  # noqa: E402
+from lightning_pp.errors import ConfigurationError, SplitError
+from lightning_pp.planning.cuts import CutOptions
+from lightning_pp.planning.refinement.blocks import refinable, what_differs
+from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, SplitModel, assign_stages, record_model
+from lightning_pp.schedule import Placement
+from lightning_pp.split.cut.partition import partition_units
+from lightning_pp.split.record.plan import StepPlan, build_plan
 
 WIDTH, LENGTH, WORDS, NUM_LAYERS = 256, 128, 512, 16
 KINDS = ("outputs_alone", "whole", "inside", "chosen")
@@ -68,7 +57,8 @@ class Layers(nn.Module):
         h = self.embedding(tokens)
         for layer in self.layers:
             h = h + layer(h) if self.outside else layer(h)
-        return self.head(h).square().mean()
+        loss: torch.Tensor = self.head(h).square().mean()
+        return loss
 
 
 class Layer(nn.Module):
@@ -80,7 +70,8 @@ class Layer(nn.Module):
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         h = h + self.first(h)
-        return h + self.second(h)
+        second: torch.Tensor = self.second(h)
+        return h + second
 
 
 def num_bytes(plan: StepPlan) -> int:
@@ -90,7 +81,7 @@ def num_bytes(plan: StepPlan) -> int:
 
 @dataclass(frozen=True)
 class Crossing:
-    """What crosses in a microbatch, forward and back, in bytes; and the work of the slowest stage over the mean.
+    """What crosses in a microbatch, forward and back, in bytes; and the work of the slowest rank over the mean.
 
     Attributes:
         outputs_alone: With whole blocks, where outputs of units cross alone.
@@ -133,11 +124,12 @@ def crossing(make: Callable[[], nn.Module], batch: Any, num_stages: int) -> Cros
     before = build_plan(alone, split.partition.stage_of_unit, num_stages)
     names = inside_of(whole, recording, placement)
     inside = balanced(recording(names), placement) if names else split
+    chosen = cut_as_on_gpus(module, batch, recorded(module, batch), placement, "1f1b", CutOptions())
     return Crossing(
         num_bytes(before),
         num_bytes(split.step_plan()),
         num_bytes(inside.step_plan()),
-        num_bytes(chosen(module, batch, placement).step_plan()),
+        num_bytes(chosen.step_plan()),
         tuple(names),
         unevenness(split),
         unevenness(inside),
@@ -160,30 +152,10 @@ def inside_of(whole: RecordedModel, recording: Callable[..., RecordedModel], pla
     return []
 
 
-def chosen(module: nn.Module, batch: Any, placement: Placement) -> SplitModel:
-    """Cut as training would cut it."""
-    cutter = ModelCutter(
-        module,
-        PipelineOptions(ScheduleOptions(schedule_source("1f1b"))),
-        ParallelSizes(placement.num_ranks, 1),
-        StepToCut(batch, split_batch(batch, 1) * 4 * placement.num_ranks, recorded(module, batch)),
-        PlannedDevice("cuda"),
-    )
-    return cutter.split(placement).split
-
-
 def cut_inside(split: SplitModel, names: Sequence[str]) -> list[str]:
     """Those of the blocks whose children are on several stages."""
     stages = split.partition.stage_of_unit
     return [name for name in names if len({stages[unit] for unit in stages if unit.startswith(f"{name}.")}) > 1]
-
-
-def unevenness(split: SplitModel) -> float:
-    """Work of the slowest stage over that of the mean one, by FLOPs."""
-    work = [0.0] * split.placement.num_stages
-    for unit, cost in split.partition.unit_costs.items():
-        work[split.partition.stage_of_unit[unit]] += cost.total
-    return max(work) * len(work) / sum(work)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -22,8 +23,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.distributed import Store, TCPStore, device_mesh
+from torch.distributed import Store, TCPStore, device_mesh  # type: ignore[attr-defined] # torch exports it without saying so
+from torch.multiprocessing.spawn import start_processes
 
 from lightning_pp.distributed.control import make_control_groups
 from lightning_pp.distributed.groups import agreed_groups, pair_group
@@ -112,7 +113,7 @@ def groups_of_all_pairs(sizes: ParallelSizes) -> int:
     ranks = [other * sizes.data_parallel + replica for other in range(sizes.pipeline)]
     mine = ranks[place]
     wanted = [pair for other in ranks if other != mine for pair in ((mine, other), (other, mine))]
-    agreed_groups(wanted, description="all pairs", timeout=TIMEOUT)
+    agreed_groups(wanted, description="all pairs")
     return 0
 
 
@@ -123,11 +124,10 @@ def run_rank(rank: int, sizes: ParallelSizes, port: int, schedule: str, results:
     store = CountingStore(TCPStore("127.0.0.1", port, num_ranks, rank == 0, TIMEOUT))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     placement = build_schedule(schedule, num_ranks=sizes.pipeline, num_microbatches=sizes.pipeline).placement
+    grid = torch.arange(num_ranks).reshape(sizes.pipeline, sizes.data_parallel, 1)
     parts: dict[str, Callable[[], Any]] = {
         "mesh": lambda: make_meshes("cpu", sizes),
-        "groups for small messages": lambda: [
-            make_control_groups(sizes.pipeline, sizes.data_parallel, 0, TIMEOUT) for _ in range(2)
-        ],
+        "groups for small messages": lambda: [make_control_groups(grid, 0, TIMEOUT) for _ in range(2)],
         "channels": lambda: open_channels(sizes, placement),
         "all pairs by all ranks": lambda: groups_of_all_pairs(sizes),
     }
@@ -135,9 +135,10 @@ def run_rank(rank: int, sizes: ParallelSizes, port: int, schedule: str, results:
     for name, make in parts.items():
         dist.barrier()
         requests, start = store.requests, time.perf_counter()
+        makes = dist.new_group  # of which torch's module for meshes has a name of its own
         with (
-            patch.object(dist, "new_group", wraps=dist.new_group) as made,
-            patch.object(device_mesh, "new_group", wraps=device_mesh.new_group) as made_for_mesh,
+            patch.object(dist, "new_group", wraps=makes) as made,
+            patch.object(device_mesh, "new_group", wraps=makes) as made_for_mesh,
         ):
             kept.append(make())
         mine = [
@@ -156,7 +157,7 @@ def run_rank(rank: int, sizes: ParallelSizes, port: int, schedule: str, results:
 
 def ask(rank: int, port: int, seconds: Any) -> None:
     """One of the few that ask a store as fast as they can."""
-    store = TCPStore("127.0.0.1", port, NUM_ASKING, rank == 0, TIMEOUT)
+    store: Any = TCPStore("127.0.0.1", port, NUM_ASKING, rank == 0, TIMEOUT)  # barrier() is not in torch's stubs
     store.barrier("begin", NUM_ASKING)
     start = time.perf_counter()
     for _ in range(NUM_REQUESTS):
@@ -168,9 +169,10 @@ def ask(rank: int, port: int, seconds: Any) -> None:
 
 def requests_per_second() -> float:
     """What a store on this host answers."""
-    seconds = mp.get_context("fork").Array("d", NUM_ASKING)
-    mp.start_processes(ask, (free_port(), seconds), NUM_ASKING, start_method="fork")
-    return NUM_ASKING * NUM_REQUESTS / max(seconds)
+    seconds: Any = multiprocessing.get_context("fork").Array("d", NUM_ASKING)
+    start_processes(ask, (free_port(), seconds), NUM_ASKING, start_method="fork")  # type: ignore[no-untyped-call]
+    slowest: float = max(seconds)
+    return NUM_ASKING * NUM_REQUESTS / slowest
 
 
 def free_port() -> int:
@@ -202,13 +204,10 @@ def main() -> None:
     sizes = ParallelSizes(options.pipeline, options.replicas)
     num_ranks = options.pipeline * options.replicas
     per_second = requests_per_second()
-    results = mp.get_context("fork").SimpleQueue()
-    context = mp.start_processes(
-        run_rank, (sizes, free_port(), options.schedule, results), num_ranks, join=False, start_method="fork"
-    )
+    results: Any = multiprocessing.get_context("fork").SimpleQueue()
+    given = (sizes, free_port(), options.schedule, results)
+    start_processes(run_rank, given, num_ranks, start_method="fork")  # type: ignore[no-untyped-call]
     costs: dict[str, Cost] = results.get()
-    while not context.join():
-        pass
     most = costs["channels"].made
     here, there = model(options.pipeline, options.replicas, most), model(*SCALE, most)
     print(

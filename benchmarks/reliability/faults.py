@@ -8,17 +8,19 @@ of the ranks name the rank that failed. A job that has not ended after ``--longe
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-JOBS = Path(__file__).parents[2] / "tests" / "faults" / "jobs" / "faulty_job.py"
+sys.path.extend(sorted({str(path.parent) for path in (Path(__file__).parents[2] / "tests").rglob("*.py")}))
+
+from faulty_job import serve
+
 LAYOUTS = {"lightning_pp": ("1f1b", 2, 1), "DDP": ("none", 1, 2)}
 FAULTS = {
     "an exception in the forward": ("exception", "forward", 1),
@@ -49,43 +51,38 @@ def _lines(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if "GLOBAL_RANK" not in line)
 
 
-def start() -> tuple[subprocess.Popen[str], Callable[[dict[str, Any]], dict[str, Any]]]:
-    """A process that runs jobs, and the function that has it run one."""
-    process = subprocess.Popen([sys.executable, str(JOBS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    stdin, stdout = process.stdin, process.stdout
-    assert stdin is not None and stdout is not None
-
-    def run(job: dict[str, Any]) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as folder:
-            stdin.write(json.dumps({**job, "folder": folder}) + "\n")
-            stdin.flush()
-            answer: dict[str, Any] = json.loads(stdout.readline())
-            return answer
-
-    return process, run
-
-
 def main() -> None:
     """Prints a row for each fault, as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--longest", type=float, default=60.0, help="seconds that a job is watched")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each job that ends by itself")
     options = parser.parse_args()
-    process, run = start()
+    context = multiprocessing.get_context("fork")
+    connection, child = context.Pipe()
+    process = context.Process(target=serve, args=(child,))  # runs jobs, as it has imported what they need
+    process.start()
+    child.close()
+
+    def run(job: dict[str, Any]) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            connection.send((job, Path(folder)))
+            answer: dict[str, Any] = connection.recv()
+            return answer
+
     print("| fault |", " | ".join(LAYOUTS), "|", flush=True)
     print("|---|" + "---|" * len(LAYOUTS))
     for name, (fault, place, rank) in FAULTS.items():
         cells = []
         for layout in LAYOUTS.values():
             job = {"layout": layout, "fault": fault, "place": place, "rank": rank, "timeout": 1800}
-            results = [run({**job, "longest": options.longest})]
+            job["longest"] = options.longest
+            results = [run(job)]
             while not results[-1]["left"] and len(results) < options.repeats:
-                results.append(run({**job, "longest": options.longest}))
+                results.append(run(job))
             cells.append(described(results, rank))
         print(f"| {name} |", " | ".join(cells), "|", flush=True)
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait(30)
+    connection.close()
+    process.join(30)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ that a second of watching takes, the median over the ranks, beside the same proc
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import statistics
 import time
+from typing import Any
 
-import torch.multiprocessing as mp
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
+from torch.multiprocessing.spawn import spawn
 
 from lightning_pp.distributed.watch.table import Table
 from lightning_pp.distributed.watch.this_rank import Position, Progress, Stack, ThisRank
@@ -21,12 +23,12 @@ from lightning_pp.distributed.watch.watchdog import Watchdog
 SECONDS = 10.0
 
 
-def watch(rank: int, num_ranks: int, port: int, watches: bool, used: object, pids: object) -> None:
+def watch(rank: int, num_ranks: int, port: int, watches: bool, used: Any, pids: Any) -> None:
     """The life of one process."""
-    store = TCPStore("127.0.0.1", port, num_ranks, is_master=rank == 0)
-    pids[rank] = os.getpid()  # type: ignore[index]
+    store: Any = TCPStore("127.0.0.1", port, num_ranks, is_master=rank == 0)  # barrier() is not in torch's stubs
+    pids[rank] = os.getpid()
     store.barrier("joined", num_ranks)
-    others = {other: pid for other, pid in enumerate(pids) if other != rank}  # type: ignore[arg-type]
+    others = {other: pid for other, pid in enumerate(pids) if other != rank}
     watchdog = None
     if watches:
         this_rank = ThisRank(
@@ -45,7 +47,7 @@ def watch(rank: int, num_ranks: int, port: int, watches: bool, used: object, pid
     time.sleep(1)
     start, cpu = time.perf_counter(), time.process_time()
     time.sleep(SECONDS)
-    used[rank] = (time.process_time() - cpu) / (time.perf_counter() - start)  # type: ignore[index]
+    used[rank] = (time.process_time() - cpu) / (time.perf_counter() - start)
     time.sleep(1)
     if watchdog is not None:
         watchdog.end()
@@ -59,11 +61,12 @@ def main() -> None:
         medians = []
         for watches in (False, True):
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            spawn = mp.get_context("spawn")
-            used, pids = spawn.Array("d", num_ranks), spawn.Array("l", num_ranks)
+            context = multiprocessing.get_context("spawn")
+            used: Any = context.Array("d", num_ranks)
+            pids = context.Array("l", num_ranks)
             port = store.port
             del store
-            mp.spawn(watch, (num_ranks, port, watches, used, pids), num_ranks)
+            spawn(watch, (num_ranks, port, watches, used, pids), num_ranks)  # type: ignore[no-untyped-call]
             medians.append(statistics.median(used))
         without, with_threads = (1e3 * second for second in medians)
         print(f"{num_ranks} ranks: {with_threads:.2f} ms of processor time a second, {without:.2f} ms without watching")

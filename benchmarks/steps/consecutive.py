@@ -147,7 +147,8 @@ def run_fit(schedule: Schedule, mode: str, ms: float, num_steps: int) -> Row:
     )
     torch.manual_seed(0)
     data = torch.randn(_NUM_WARM + num_steps + 2, 2 * m, WIDTH)
-    trainer.fit(Emulated(schedule.placement.num_stages, block), DataLoader(data.flatten(0, 1), batch_size=2 * m))
+    loader: DataLoader[Any] = DataLoader(data.flatten(0, 1), batch_size=2 * m)  # type: ignore[arg-type]
+    trainer.fit(Emulated(schedule.placement.num_stages, block), loader)
     num_sleeps = 3 * m * schedule.placement.num_stages // p
     work = num_sleeps * statistics.mean(end - start for start, end in SLEEPS.intervals)
     period = (UPDATES[_NUM_WARM + num_steps] - UPDATES[_NUM_WARM]) / num_steps

@@ -14,36 +14,36 @@ Each row is a pipeline: the finding of the expected cause, what it promises, and
 from __future__ import annotations
 
 import argparse
-import os
-import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
-from emulated_runs import CPU, SLEEPS, WIDTH, Block, DelayedBlock, Model, sleep_precisely
+from emulated_ranks import print_heading, rows_of_ranks, table_row
+from emulated_runs import CPU, KINDS, SLEEPS, WIDTH, Block, DelayedBlock, Model, cut_before
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.source import schedule_source
-from lightning_pp.planning.stage_model import SplitModel, assign_stages, record_model
 from lightning_pp.planning.steps.plans import signature_of
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.runtime.transport.route import Stop
 from lightning_pp.schedule import Schedule, StageCosts, build_schedule
+from lightning_pp.sharding.units.collective_times import CollectiveTimes
 from lightning_pp.strategy.autotune.plan_facts import plan_facts
 from lightning_pp.telemetry.diagnosis.collection import NUM_STEPS, StepWindow
 from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis
 from lightning_pp.telemetry.diagnosis.evidence import PlanFacts
+from lightning_pp.telemetry.reading import StepPrediction
 
 NUM_RANKS = 4
 NUM_ROWS = 16384
@@ -157,25 +157,18 @@ class EmulatedPipeline:
     def __init__(self, setting: Setting, transport: SlowTransport) -> None:
         self.setting, self.schedule = setting, setting.program
         self.rank, self.replica, self.is_settled = dist.get_rank(), 0, True
-        self.groups = SimpleNamespace(pipeline=dist.group.WORLD)
+        self.device, self.placement = CPU, self.schedule.placement
+        self.groups = ControlGroups(pipeline=dist.group.WORLD, last_stage_rank=NUM_RANKS - 1)
         self.last_training_step: tuple[Schedule, StepTimer] | None = None
-        self.last_num_samples = NUM_ROWS
+        self.last_collectives: CollectiveTimes | None = None
+        self.label: Callable[[str], AbstractContextManager[Any]] | None = None
+        self.last_num_samples, self.last_model_flops = NUM_ROWS, 0.0
+        self.is_timed = True
         m = setting.num_microbatches
         batch = torch.zeros(NUM_ROWS // m, WIDTH)
         block = DelayedBlock if self.schedule.splits_backward else Block
         module = Model(setting.num_blocks, block)
-        self.split: SplitModel = assign_stages(
-            record_model(
-                module,
-                device=CPU,
-                step=lambda _: module.training_step(batch),
-                with_gradients=True,
-                patterns=["blocks.*"],
-                num_stages=NUM_RANKS,
-            ),
-            placement=self.schedule.placement,
-            split_points=[f"blocks.{first}" for first in setting.cut],
-        )
+        self.split = cut_before(module, batch, self.placement, setting.cut)
         self._facts = self._plan_facts()
         self.split.fake_parameters.release(self.split.owned_by(self.rank))
         plan = self.split.plans.plan(signature_of(batch), lambda _: module.training_step(batch), with_gradients=True)
@@ -186,11 +179,19 @@ class EmulatedPipeline:
         )
         seconds = setting.block_ms / 1e3 * 16 / m / setting.speeds[self.rank]
         for number in range(setting.num_blocks):
-            SLEEPS.of_stage.update({(number, kind): seconds for kind in ("F", "I", "W")})  # type: ignore[misc]
+            SLEEPS.of_stage.update({(number, kind): seconds for kind in KINDS})
 
     def plan_facts(self) -> PlanFacts:
         """As the engine tells them."""
         return self._facts
+
+    def prediction_of(self, schedule: Schedule) -> StepPrediction:
+        """No diagnosis asks for it."""
+        raise NotImplementedError
+
+    def gradient_squares(self) -> list[float]:
+        """No diagnosis asks for them."""
+        raise NotImplementedError
 
     def _plan_facts(self) -> PlanFacts:
         options = PipelineOptions(ScheduleOptions(schedule_source(self.setting.schedule)))
@@ -219,40 +220,73 @@ def _loss_of(output: Tensor) -> Tensor:
     return output
 
 
-def run_rank(rank: int, port: int, names: Sequence[str], failed: Any) -> None:
+@dataclass
+class Row:
+    """What came of one case.
+
+    Attributes:
+        case: Its name.
+        step_ms: With what is wrong.
+        promised_ms: What the finding of the expected cause promises; None without an override.
+        reached_ms: What its override brings.
+        text: The finding, or the diagnosis.
+        is_right: Whether the cause is named first, and enough of the promise reached.
+    """
+
+    case: str
+    step_ms: float
+    promised_ms: float | None
+    reached_ms: float | None
+    text: str
+    is_right: bool
+
+
+def run_case(name: str, transport: SlowTransport) -> Row | None:
+    """One case on all ranks; the row on rank 0."""
+    setting, cause = CASES[name]
+    diagnosis = EmulatedPipeline(setting, transport).run()
+    finding = None
+    if diagnosis is not None:
+        finding = next((each for each in diagnosis.findings if each.cause == cause), None)
+    told: list[Any] = [finding]
+    dist.broadcast_object_list(told, src=0)
+    after = None
+    if told[0] is not None and told[0].override:
+        after = EmulatedPipeline(setting.under(told[0].override), transport).run()
+    if diagnosis is None:
+        return None
+    if finding is None or after is None:
+        is_right = cause == "" and not diagnosis.findings
+        return Row(name, diagnosis.step_ms, None, None, diagnosis.text, is_right)
+    reached = diagnosis.step_ms - after.step_ms
+    is_right = reached >= MIN_REACHED * finding.gain_ms and diagnosis.findings[0].cause == cause
+    return Row(name, diagnosis.step_ms, finding.gain_ms, reached, finding.text, is_right)
+
+
+def run_rank(rank: int, num_ranks: int, options: argparse.Namespace) -> list[Row]:
     """One process: all cases, one after the other; rank 0 prints."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    sleep_precisely()
-    dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
-    transport = SlowTransport(range(NUM_RANKS), rank, CPU)
-    for name in names:
-        setting, cause = CASES[name]
-        diagnosis = EmulatedPipeline(setting, transport).run()
-        finding = None
-        if diagnosis is not None:
-            finding = next((each for each in diagnosis.findings if each.cause == cause), None)
-        told: list[Any] = [finding]
-        dist.broadcast_object_list(told, src=0)
-        after = None
-        if told[0] is not None and told[0].override:
-            after = EmulatedPipeline(setting.under(told[0].override), transport).run()
-        if rank != 0 or diagnosis is None:
-            continue
-        if after is None:
-            is_right = cause == "" and not diagnosis.findings
-            print(f"| {name} | {diagnosis.step_ms:.1f} | | | | {diagnosis.text} |", flush=True)
-        else:
-            reached = diagnosis.step_ms - after.step_ms
-            is_right = reached >= MIN_REACHED * told[0].gain_ms and diagnosis.findings[0].cause == cause
-            print(
-                f"| {name} | {diagnosis.step_ms:.1f} | {told[0].gain_ms:.1f} | {reached:.1f} | "
-                f"{reached / told[0].gain_ms:.2f} | {told[0].text} |",
-                flush=True,
-            )
-        failed.value += not is_right
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    transport = SlowTransport(range(num_ranks), rank, CPU)
+    rows = []
+    for name in options.cases:
+        row = run_case(name, transport)
+        if row is not None:
+            rows.append(row)
+            print(line(row), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+    return rows
+
+
+COLUMNS = ("what is wrong", "step, ms", "named", "promised, ms", "reached, ms", "of the promise")
+
+
+def line(row: Row) -> str:
+    """A row of the table, in Markdown."""
+    reached = ("", "", "")
+    if row.promised_ms is not None and row.reached_ms is not None:
+        reached = (f"{row.promised_ms:.1f}", f"{row.reached_ms:.1f}", f"{row.reached_ms / row.promised_ms:.2f}")
+    return table_row((row.case, f"{row.step_ms:.1f}", row.text, *reached))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -261,15 +295,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--check", action="store_true", help="exit with 1 if a cause or a promise is wrong")
     options = parser.parse_args(arguments)
-    print(
-        "| what is wrong | step ms | promised ms | reached ms | reached | finding |\n|---|---|---|---|---|---|",
-        flush=True,
-    )
-    failed = torch.multiprocessing.get_context("spawn").Value("i", 0)
-    port = random.SystemRandom().randrange(15000, 32000)
-    torch.multiprocessing.spawn(run_rank, (port, options.cases, failed), nprocs=NUM_RANKS)  # type: ignore[no-untyped-call]
-    print(f"\n{len(options.cases)} cases, {failed.value} wrong")
-    return int(options.check and failed.value > 0)
+    print_heading(COLUMNS)
+    rows = [Row(**row) for row in rows_of_ranks(run_rank, NUM_RANKS, options)]
+    num_wrong = sum(not row.is_right for row in rows)
+    print(f"\n{len(rows)} cases, {num_wrong} wrong")
+    return int(options.check and num_wrong > 0)
 
 
 if __name__ == "__main__":

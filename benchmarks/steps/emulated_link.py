@@ -9,13 +9,13 @@ it. Needs root, ``ip`` and ``/dev/net/tun``.
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
 import os
 import select
 import struct
 import subprocess
 import time
 from collections import deque
+from multiprocessing.context import ForkContext, ForkProcess
 from types import TracebackType
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -40,7 +40,7 @@ class TwoNodes:
         self.names = tuple(f"lpp{os.getpid()}-{number}" for number in range(2))
         self._speed = (gbit_per_s * 1e9 / 8, latency_ms / 1e3)
         self._devices: list[int] = []
-        self._carrier: multiprocessing.Process | None = None
+        self._carrier: ForkProcess | None = None
 
     def __enter__(self) -> TwoNodes:
         try:
@@ -52,9 +52,7 @@ class TwoNodes:
                 _ip(*inside, "link", "set", "lo", "up")
                 _ip(*inside, "address", "add", f"{address}/24", "dev", DEVICE)
                 _ip(*inside, "link", "set", DEVICE, "mtu", str(_MTU), "up")
-            self._carrier = multiprocessing.get_context("fork").Process(
-                target=_carry, args=(tuple(self._devices), *self._speed), daemon=True
-            )
+            self._carrier = ForkContext().Process(target=_carry, args=(tuple(self._devices), *self._speed), daemon=True)
             self._carrier.start()
         except BaseException:
             self._remove()

@@ -12,22 +12,19 @@ measured step is the time from one step to the next in a row of them, the longes
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import transformers as hf
-from emulated_runs import CPU, SLEEPS, Block, DelayedBlock, Ours, has_whole_backwards, sleep_precisely
+from emulated_ranks import print_heading, rows_of_ranks, table_row, write_json
+from emulated_runs import CPU, KINDS, SLEEPS, Block, DelayedBlock, Ours, has_whole_backwards
 from torch import Tensor, nn
 
 from lightning_pp.planning.cuts import CutOptions
@@ -53,13 +50,15 @@ class Language(nn.Module):
 
     def training_step(self, batch: Tensor) -> Tensor:
         """The model's own loss of tokens ``[B, T]``."""
-        return self.model(input_ids=batch, labels=batch).loss  # type: ignore[no-any-return]
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
 
 
 def gpt2(num_layers: int, words: int) -> nn.Module:
     """GPT-2 with so many layers and words."""
     config = hf.GPT2Config(n_layer=num_layers, vocab_size=words, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
-    return hf.GPT2LMHeadModel(config)
+    model: nn.Module = hf.GPT2LMHeadModel(config)
+    return model
 
 
 def llama(num_layers: int) -> nn.Module:
@@ -67,7 +66,8 @@ def llama(num_layers: int) -> nn.Module:
     config = hf.LlamaConfig(
         hidden_size=2048, intermediate_size=5632, num_hidden_layers=num_layers, num_attention_heads=16
     )
-    return hf.LlamaForCausalLM(config)
+    model: nn.Module = hf.LlamaForCausalLM(config)
+    return model
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -148,26 +148,42 @@ def make_plan(model: str, schedule: str, ms: float) -> Plan:
         return Plan(model, path.read_text(), layout.start.name, costs, max(step.span_ms), num_blocks)
 
 
-def run_rank(rank: int, port: int, plans: Sequence[Plan], num_steps: int, num_turns: int, path: str) -> None:
-    """One process: runs every plan ``num_turns`` times ``num_steps`` steps; rank 0 writes the measured times."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    sleep_precisely()
-    dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
-    transport = Transport(range(NUM_RANKS), rank, CPU)
-    measured: list[list[float]] = []
+@dataclass
+class Row:
+    """What came out for one plan.
+
+    Attributes:
+        plan: What was run.
+        measured_ms: A step, in each turn.
+    """
+
+    plan: Plan
+    measured_ms: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """The median step by the predicted one."""
+        return statistics.median(self.measured_ms) / self.plan.predicted_ms
+
+
+def run_rank(rank: int, num_ranks: int, options: argparse.Namespace, plans: Sequence[Plan]) -> list[Row]:
+    """One process: runs every plan so many turns of so many steps; rank 0 prints."""
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    transport = Transport(range(num_ranks), rank, CPU)
+    rows = []
     for plan in plans:
         schedule = plan.schedule
         pipeline = Ours(schedule, transport, Block if has_whole_backwards(schedule) else DelayedBlock)
         SLEEPS.of_stage.clear()
         pipeline.step()
         for stage, costs in enumerate(plan.costs):
-            SLEEPS.of_stage.update({(stage, kind): cost / 1e3 for kind, cost in zip("FIW", costs, strict=True)})  # type: ignore[misc]
-        measured.append([_period_ms(pipeline, num_steps) for _ in range(num_turns)])
-    if rank == 0:
-        Path(path).write_text(json.dumps(measured))
+            SLEEPS.of_stage.update({(stage, kind): cost / 1e3 for kind, cost in zip(KINDS, costs, strict=True)})
+        rows.append(Row(plan, [_period_ms(pipeline, options.steps) for _ in range(options.turns)]))
+        if rank == 0:
+            print(line(rows[-1]), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+    return rows
 
 
 def _period_ms(pipeline: Ours, num_steps: int) -> float:
@@ -183,6 +199,19 @@ def _period_ms(pipeline: Ours, num_steps: int) -> float:
     return float(period)
 
 
+COLUMNS = (
+    "model", "schedule", "F of the stages, ms", "blocks cut", "step predicted, ms", "measured", "by predicted"
+)  # fmt: skip
+
+
+def line(row: Row) -> str:
+    """A row of the table, in Markdown."""
+    plan = row.plan
+    stages = ", ".join(f"{forward:.0f}" for forward, _, _ in plan.costs)
+    times = (f"{plan.predicted_ms:.0f}", f"{statistics.median(row.measured_ms):.0f}", f"{row.ratio:.3f}")
+    return table_row((plan.model, plan.name, stages, str(plan.num_blocks), *times))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints; returns 1 if ``--check`` is given and a prediction is off by more than 3 %."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -195,25 +224,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a prediction is off by more than 3 %%")
     options = parser.parse_args(arguments)
     plans = [make_plan(model, schedule, options.ms) for model in options.models for schedule in options.schedules]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "measured.json"
-        port = random.SystemRandom().randrange(15000, 32000)
-        given = (port, plans, options.steps, options.turns, str(path))
-        torch.multiprocessing.spawn(run_rank, given, nprocs=NUM_RANKS)  # type: ignore[no-untyped-call]
-        measured = json.loads(path.read_text())
-    print("| model | schedule | F of the stages, ms | blocks cut | step predicted, ms | measured | by predicted |")
-    print(f"|{'---|' * 7}")
-    rows: list[dict[str, Any]] = []
-    for plan, times in zip(plans, measured, strict=True):
-        step_ms = statistics.median(times)
-        error = step_ms / plan.predicted_ms - 1
-        rows.append({**asdict(plan), "measured_ms": times, "error": error})
-        stages = ", ".join(f"{forward:.0f}" for forward, _, _ in plan.costs)
-        predicted = f"{plan.num_blocks} | {plan.predicted_ms:.0f}"
-        print(f"| {plan.model} | {plan.name} | {stages} | {predicted} | {step_ms:.0f} | {1 + error:.3f} |")
+    print_heading(COLUMNS)
+    found = rows_of_ranks(partial(run_rank, plans=plans), NUM_RANKS, options)
+    rows = [Row(Plan(**row["plan"]), row["measured_ms"]) for row in found]
     if options.json:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2) + "\n")
-    return int(options.check and any(abs(row["error"]) > MOST_ERROR for row in rows))
+        write_json(options.json, [{**asdict(row), "by_predicted": row.ratio} for row in rows])
+    return int(options.check and any(abs(row.ratio - 1) > MOST_ERROR for row in rows))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing
 from emulated_runs import sleep_precisely
+from torch.multiprocessing.spawn import spawn
 
 Row = dict[str, Any]
 
@@ -27,7 +27,7 @@ def rows_of_ranks(run_rank: Callable[..., Iterable[Any]], num_ranks: int, option
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         port = random.SystemRandom().randrange(15000, 32000)
-        torch.multiprocessing.spawn(_run, (run_rank, num_ranks, options, port, path), nprocs=num_ranks)  # type: ignore[no-untyped-call]
+        spawn(_run, (run_rank, num_ranks, options, port, path), nprocs=num_ranks)  # type: ignore[no-untyped-call]
         rows: list[Row] = json.loads(path.read_text())
         return rows
 

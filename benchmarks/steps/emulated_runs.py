@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -17,18 +17,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from lightning_pp.planning.stage_model import assign_stages, record_model
+from lightning_pp.planning.stage_model import SplitModel, assign_stages, record_model
 from lightning_pp.planning.steps.plans import signature_of
 from lightning_pp.runtime.executor import PipelineExecutor, StepInputs
 from lightning_pp.runtime.transport.channels import Transport
-from lightning_pp.schedule import ActionKind, Schedule
+from lightning_pp.schedule import ActionKind, Placement, Schedule
+from lightning_pp.split.cut.partition import partition_units
 
 CPU = torch.device("cpu")
 WIDTH = 8
 _PR_SET_TIMERSLACK = 29
 
-
 Kind = Literal["F", "I", "W"]
+KINDS: tuple[Kind, ...] = ("F", "I", "W")
 
 
 class Sleeps:
@@ -105,7 +106,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(SleepInInput.apply(x + self.shift, self.stage))  # type: ignore[no-untyped-call]
-        return y + _SleepInWeight.apply(self.bias, self.stage)  # type: ignore[no-untyped-call]
+        bias: Tensor = _SleepInWeight.apply(self.bias, self.stage)  # type: ignore[no-untyped-call]
+        return y + bias
 
 
 class DelayedBlock(Block):
@@ -131,6 +133,25 @@ class Model(nn.Module):
         """The loss of a batch ``[B, WIDTH]``."""
         output: Tensor = self.blocks(batch)
         return output.square().mean()
+
+
+def cut_before(module: Model, batch: Tensor, placement: Placement, blocks: Sequence[int]) -> SplitModel:
+    """The model cut into stages by a dry run of its step; ``blocks`` start stages 1, 2, ..."""
+    recording = record_model(
+        module,
+        device=CPU,
+        step=lambda _: module.training_step(batch),
+        with_gradients=True,
+        patterns=["blocks.*"],
+        num_stages=placement.num_stages,
+    )
+    partition = partition_units(
+        recording.record,
+        placement=placement,
+        num_parameters=recording.num_parameters,
+        split_points=[f"blocks.{block}" for block in blocks],
+    )
+    return assign_stages(recording, placement=placement, partition=partition)
 
 
 class Pipeline(Protocol):
@@ -177,19 +198,9 @@ class Ours:
         self.num_sleeps = 3 * m * len(schedule.placement.stages_of_rank(rank))
         torch.manual_seed(0)
         batches = torch.randn(m, 2, WIDTH).unbind()
-        module = Model(schedule.placement.num_stages, block)
-        split = assign_stages(
-            record_model(
-                module,
-                device=CPU,
-                step=lambda _: module.training_step(batches[0]),
-                with_gradients=True,
-                patterns=["blocks.*"],
-                num_stages=schedule.placement.num_stages,
-            ),
-            placement=schedule.placement,
-            split_points=[f"blocks.{index}" for index in range(1, schedule.placement.num_stages)],
-        )
+        num_stages = schedule.placement.num_stages
+        module = Model(num_stages, block)
+        split = cut_before(module, batches[0], schedule.placement, range(1, num_stages))
         split.fake_parameters.release(split.owned_by(rank))
         plan = split.plans.plan(
             signature_of(batches[0]), lambda _: module.training_step(batches[0]), with_gradients=True

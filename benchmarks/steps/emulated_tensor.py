@@ -15,23 +15,25 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from emulated import take_turn
 from emulated_ranks import print_heading, rows_of_ranks, table_row
-from emulated_runs import CPU, SLEEPS, WIDTH, Ours, SleepInInput
+from emulated_runs import CPU, SLEEPS, WIDTH, Kind, Ours, SleepInInput
 from torch import Tensor, nn
 
 from lightning_pp.runtime.split_backward.queue import COLLECTOR, add_product
 from lightning_pp.runtime.transport.channels import Transport
-from lightning_pp.schedule import StageCosts, build_schedule
+from lightning_pp.schedule import Schedule, StageCosts, build_schedule
 from lightning_pp.tensor import functions
-from lightning_pp.tensor.aside import FLOPS_PER_BYTE, aside
+from lightning_pp.tensor.aside import FLOPS_PER_BYTE
 
 _NUM_STAGES, _NUM_TENSOR = 2, 2
 _NUM_LAYERS, _NUM_PRODUCTS, _ROWS = 4, 3, 2
@@ -77,8 +79,10 @@ class _Work:
         time.sleep(max(0.0, self._end - time.perf_counter()))
 
 
-def _slow_all_reduce(*args: Any, async_op: bool = False, **kwargs: Any) -> _Work | None:
-    work = _Work(_all_reduce(*args, async_op=True, **kwargs))
+def _slow_all_reduce(
+    tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> _Work | None:
+    work = _Work(_all_reduce(tensor, op, group, async_op=True))
     if async_op:
         return work
     work.wait()
@@ -136,41 +140,50 @@ def run_rank(rank: int, num_ranks: int, options: argparse.Namespace) -> list[Row
     groups = [dist.new_group([stage * _NUM_TENSOR + t for t in range(_NUM_TENSOR)]) for stage in range(_NUM_STAGES)]
     pipeline = [stage * _NUM_TENSOR + tensor for stage in range(_NUM_STAGES)]
     transport = Transport(pipeline, place, CPU)
-    flops, num_bytes = 2 * _ROWS * WIDTH**2, 2 * 4 * _ROWS * WIDTH
-    dist.all_reduce = _slow_all_reduce  # type: ignore[assignment]
     rows = []
-    for name in options.schedules:
-        schedule = build_schedule(name, num_ranks=_NUM_STAGES, num_microbatches=options.microbatches)
-        num_stages = schedule.placement.num_stages
-        make = partial(Stage, group=groups[place])
-        kinds = {beside: Ours(schedule, transport, make, place, beside) for beside in (False, True)}
-        for sum_ms in options.sums:
-            f, i, w = options.ms + sum_ms, options.ms, options.ms / _NUM_PRODUCTS
-            of_kind = {"F": 1e-3 * f, "I": 1e-3 * i, "W": 1e-3 * w}
-            lengths = {(stage, kind): seconds for stage in range(num_stages) for kind, seconds in of_kind.items()}
-            FLOPS_PER_BYTE[groups[place]] = flops / w * sum_ms / num_bytes
-            num_sleeps = _NUM_LAYERS * (2 + _NUM_PRODUCTS) * options.microbatches * num_stages // _NUM_STAGES
-            turns: dict[bool, list[float]] = {False: [], True: []}
-            for _ in range(options.turns):
-                for beside, ours in kinds.items():
-                    ours.num_sleeps = num_sleeps
-                    functions.aside = aside if beside else _at_once
-                    SLEEPS.of_stage, _Link.seconds = lengths, sum_ms / 1e3  # type: ignore[assignment]
-                    turns[beside].append(take_turn(ours, 0.0, options.steps).step_ms)
-                    SLEEPS.of_stage, _Link.seconds = {}, 0.0
-            n = _NUM_LAYERS
-            waiting = StageCosts(n * f, n * (i + sum_ms), n * options.ms)
-            beside_sums = StageCosts(n * f, n * (i + sum_ms), n * max(0.0, options.ms - sum_ms))
-            simulated = [schedule.simulate(costs).makespan for costs in (beside_sums, waiting)]
-            medians = [statistics.median(turns[beside]) for beside in (False, True)]
-            ratio = statistics.median(b / a for a, b in zip(turns[False], turns[True], strict=True))
-            rows.append(Row(name, sum_ms, *medians, ratio, simulated[0] / simulated[1]))
-            if rank == 0:
-                print(line(rows[-1]), flush=True)
-    dist.all_reduce = _all_reduce
+    with patch.object(dist, "all_reduce", _slow_all_reduce):
+        for name in options.schedules:
+            schedule = build_schedule(name, num_ranks=_NUM_STAGES, num_microbatches=options.microbatches)
+            make = partial(Stage, group=groups[place])
+            kinds = {beside: Ours(schedule, transport, make, place, beside) for beside in (False, True)}
+            for sum_ms in options.sums:
+                rows.append(measure(schedule, kinds, sum_ms, groups[place], options))
+                if rank == 0:
+                    print(line(rows[-1]), flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return rows
+
+
+def measure(
+    schedule: Schedule, kinds: Mapping[bool, Ours], sum_ms: float, group: dist.ProcessGroup, options: argparse.Namespace
+) -> Row:
+    """The turns of one schedule with sums of one length; ``kinds`` are by whether weight gradients are beside sums."""
+    num_stages = schedule.placement.num_stages
+    f, i, w = options.ms + sum_ms, options.ms, options.ms / _NUM_PRODUCTS
+    of_kind: dict[Kind, float] = {"F": 1e-3 * f, "I": 1e-3 * i, "W": 1e-3 * w}
+    lengths = {(stage, kind): seconds for stage in range(num_stages) for kind, seconds in of_kind.items()}
+    flops, num_bytes = 2 * _ROWS * WIDTH**2, 2 * 4 * _ROWS * WIDTH
+    FLOPS_PER_BYTE[group] = flops / w * sum_ms / num_bytes
+    turns: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(options.turns):
+        for beside, ours in kinds.items():
+            ours.num_sleeps = _NUM_LAYERS * (2 + _NUM_PRODUCTS) * options.microbatches * num_stages // _NUM_STAGES
+            SLEEPS.of_stage, _Link.seconds = lengths, sum_ms / 1e3
+            with nullcontext() if beside else patch.object(functions, "aside", _at_once):
+                turns[beside].append(take_turn(ours, 0.0, options.steps).step_ms)
+            SLEEPS.of_stage, _Link.seconds = {}, 0.0
+    n = _NUM_LAYERS
+    waiting = StageCosts(n * f, n * (i + sum_ms), n * options.ms)
+    beside_sums = StageCosts(n * f, n * (i + sum_ms), n * max(0.0, options.ms - sum_ms))
+    return Row(
+        schedule=schedule.name,
+        sum_ms=sum_ms,
+        waiting_ms=statistics.median(turns[False]),
+        beside_ms=statistics.median(turns[True]),
+        ratio=statistics.median(b / a for a, b in zip(turns[False], turns[True], strict=True)),
+        simulated=schedule.simulate(beside_sums).makespan / schedule.simulate(waiting).makespan,
+    )
 
 
 def _at_once(collective: Any) -> Any:

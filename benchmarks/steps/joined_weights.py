@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,8 @@ def by_weight(queues: list[WeightGradientQueue]) -> None:
 
 def joined(queues: list[WeightGradientQueue]) -> None:
     """One product for each weight."""
-    first, found = queues[0], []
+    first = queues[0]
+    found: list[Any] = []
     for entries in zip(*(queue._entries for queue in queues), strict=True):
         add_gradient, weight, left, _, extra = entries[0]
         if extra is not None or left.dim() < 2:  # no product of two matrices
@@ -91,7 +93,7 @@ class Stage:
         begun = between = time.thread_time()
         if run_weights is None:
             for inputs in self.inputs:
-                self.forward(inputs).backward(self.gradient)
+                self.forward(inputs).backward(self.gradient)  # type: ignore[no-untyped-call]
             between = time.thread_time()
         else:
             queues = []
@@ -100,7 +102,7 @@ class Stage:
                     output = self.forward(inputs)
                     queues.append(WeightGradientQueue())
                     with collect_weight_gradients(queues[-1]):
-                        output.backward(self.gradient)
+                        output.backward(self.gradient)  # type: ignore[no-untyped-call]
             between = time.thread_time()
             run_weights(queues)
         ended = time.thread_time()

@@ -169,7 +169,7 @@ class Clock(pl.Callback):
 
     def tick(self) -> None:
         """A step has ended."""
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         self.times.append((time.perf_counter(), time.thread_time()))
         if self.trace is None:
@@ -262,7 +262,7 @@ def torchs_ddp(rank: int, args: argparse.Namespace, clock: Clock) -> None:
 
     def step(index: int) -> None:
         inputs, targets = (both.chunk(args.ranks)[rank] for both in batch_of(index, args))
-        loss_of(replica(inputs), targets).backward()
+        loss_of(replica(inputs), targets).backward()  # type: ignore[no-untyped-call]
 
     loop(step, model.parameters(), clock)
 
@@ -278,10 +278,11 @@ def limit(rank: int, args: argparse.Namespace, clock: Clock) -> None:
     gradient = torch.randn(args.rows, args.length, args.dim, **like)
 
     def step(index: int) -> None:
-        for inputs, targets in zip(*(both.split(args.rows) for both in batch_of(index, args)), strict=True):
+        parts = (both.split(args.rows) for both in batch_of(index, args))  # type: ignore[no-untyped-call]
+        for inputs, targets in zip(*parts, strict=True):
             values = part(inputs if rank == 0 else received)
             if rank == args.ranks - 1:
-                loss_of(values, targets).backward()
+                loss_of(values, targets).backward()  # type: ignore[no-untyped-call]
             else:
                 values.backward(gradient)
 

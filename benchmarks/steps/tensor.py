@@ -116,11 +116,11 @@ def plain_ms(args: argparse.Namespace, data: Tensor) -> Times:
         parallelize_module(block, mesh, styles)
     optimizer = module.configure_optimizers()
     times: list[Times] = []
-    for batch in data.split(args.rows):
+    for batch in data.split(args.rows):  # type: ignore[no-untyped-call]
         times.append((time.perf_counter(), time.thread_time()))
         loss = module.training_step(batch, 0)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return median_ms(times)
 

@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING as REQUIRED
 from omegaconf import OmegaConf
 
@@ -100,12 +101,9 @@ def _schemas(group: str) -> Iterator[type]:
 
 def _registered(group: str) -> dict[str, type]:
     schema.register()
-    nodes = schema.ConfigStore.instance().repo.get(group, {})
-    return {
-        name.removesuffix("_schema.yaml"): OmegaConf.get_type(node.node)
-        for name, node in nodes.items()
-        if name.endswith("_schema.yaml")
-    }
+    nodes = ConfigStore.instance().repo.get(group, {})
+    types = {name: OmegaConf.get_type(node.node) for name, node in nodes.items() if name.endswith("_schema.yaml")}
+    return {name.removesuffix("_schema.yaml"): conf for name, conf in types.items() if conf is not None}
 
 
 def _class(conf: type, title: str) -> str:

@@ -19,7 +19,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """One block."""
-        return x + self.mlp(self.norm(x))
+        added: Tensor = self.mlp(self.norm(x))
+        return x + added
 
 
 class Model(L.LightningModule):

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_pp.distributed.fingerprints import fingerprint
 from lightning_pp.split.data.tree import tensors_of
@@ -28,6 +30,16 @@ def batches() -> dict[str, Any]:
         "16 x 2048 tokens, mask, labels": tokens,
         "64 images of 3 x 224 x 224": images,
     }
+
+
+def hashes(tensors: Sequence[Tensor]) -> list[float]:
+    """Torch's hash of each tensor."""
+    return [torch.hash_tensor(tensor).item() for tensor in tensors]
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of each tensor."""
+    return [tensor.clone() for tensor in tensors]
 
 
 def microseconds(function: Callable[[], Any], repeats: int = 30) -> float:
@@ -46,10 +58,10 @@ def main() -> None:
     for name, batch in batches().items():
         tensors = tensors_of(batch)
         columns = (
-            microseconds(lambda batch=batch: fingerprint(batch)),
-            microseconds(lambda batch=batch: fingerprint(batch, part=3)),
-            microseconds(lambda tensors=tensors: [torch.hash_tensor(tensor).item() for tensor in tensors]),
-            microseconds(lambda tensors=tensors: [tensor.clone() for tensor in tensors]),
+            microseconds(partial(fingerprint, batch)),
+            microseconds(partial(fingerprint, batch, part=3)),
+            microseconds(partial(hashes, tensors)),
+            microseconds(partial(copies, tensors)),
         )
         size = sum(tensor.nbytes for tensor in tensors) / 2**20
         print(f"{name:32} {size:6.2f} {columns[0]:9.0f} {columns[1]:9.0f} {columns[2]:14.0f} {columns[3]:9.0f}")
