@@ -18,7 +18,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,14 +26,8 @@ from typing import Any, NamedTuple
 import lightning.pytorch as L
 import torch
 import transformers as hf
-from split_overhead import HFModel, cut
+from cut_models import HFModel, LoneStage
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-from lightning_pp.planning.steps.plans import signature_of
-from lightning_pp.runtime.compilation import CompiledUnits
-from lightning_pp.runtime.randomness import StepRandomness
-from lightning_pp.runtime.split_backward.deferral import weight_gradients_deferrable
-from lightning_pp.runtime.stage import StageRunner
 
 COMPILE = {"dynamic": False}
 
@@ -98,11 +91,8 @@ class Way:
             for block in self.module.get_submodule("model.model.layers").children():
                 block.compile(**COMPILE)
         if chosen.is_stage:
-            split = cut(self.module, self.batch, num_stages=1)
-            self.plan = split.plans.plan(signature_of(self.batch), lambda dry: self.step(), with_gradients=True)
-            if chosen.compiles:
-                CompiledUnits(split.units, COMPILE).attach()
-            self.runner = StageRunner(0, split.units)
+            options = COMPILE if chosen.compiles else None
+            self.stage = LoneStage(self.module, self.batch, splits=chosen.splits, options=options)
 
     def microbatch(self, timed: Callable[[str, Callable[[], Any]], Any]) -> None:
         """Runs one microbatch; its gradients are added to those that are there."""
@@ -110,22 +100,7 @@ class Way:
             loss = timed("F", self.step)
             timed("I", loss.backward)
             return
-        with weight_gradients_deferrable() if self.chosen.splits else nullcontext():
-            kept, loss = timed("F", self._forward)
-            kept.loss = loss
-            timed("I", partial(self.runner.backward, self.plan, kept, (), 1.0, split=self.chosen.splits))
-            kept.end_backward()
-            timed("W", kept.run_weight_gradients if self.chosen.splits else lambda: None)
-
-    def _forward(self) -> Any:
-        return self.runner.forward(
-            self.plan,
-            self.step,
-            tuple,
-            StepRandomness(0, self.device),
-            with_gradients=True,
-            splits_backward=self.chosen.splits,
-        )
+        self.stage.microbatch(timed)
 
     def alone(self, action: str, run: Callable[[], Any]) -> Any:
         """Runs and times an action by itself."""

@@ -14,18 +14,10 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
-from split_overhead import CPU, cut, llama
-
-from lightning_pp.planning.steps.plans import signature_of
-from lightning_pp.runtime.compilation import CompiledUnits
-from lightning_pp.runtime.randomness import StepRandomness
-from lightning_pp.runtime.split_backward.deferral import weight_gradients_deferrable
-from lightning_pp.runtime.stage import StageRunner
+from cut_models import LoneStage, llama
 
 WAYS: dict[str, tuple[dict[str, Any] | None, bool]] = {  # options of torch.compile, and whether the backward is split
     "as they are, split": (None, True),
@@ -35,49 +27,26 @@ WAYS: dict[str, tuple[dict[str, Any] | None, bool]] = {  # options of torch.comp
 }
 
 
-class Stage:
-    """One stage that runs microbatches one after the other, and notes how long each action takes.
+class Timed:
+    """A stage that notes how long each of its actions takes.
 
     Args:
         options: Of ``torch.compile``; None: uncompiled.
-        split: Whether the backward is I and W, or B.
+        splits: Whether the backward is I and W, or B.
         args: Sizes.
     """
 
-    def __init__(self, options: dict[str, Any] | None, split: bool, args: argparse.Namespace) -> None:
+    def __init__(self, options: dict[str, Any] | None, splits: bool, args: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        module = llama(args.blocks, args.dim)
+        self.module = llama(args.blocks, args.dim)
         batch = torch.randint(0, 256, (args.batch, args.length))
-        cut_module = cut(module, batch, 1)
-        self.module, self.split = module, split
-        self.plan = cut_module.plans.plan(
-            signature_of(batch), lambda dry: module.training_step(batch), with_gradients=True
-        )
-        if options is not None:
-            CompiledUnits(cut_module.units, options).attach()
-        self.runner = StageRunner(0, cut_module.units)
-        self.step = partial(module.training_step, batch)
+        self.stage = LoneStage(self.module, batch, splits=splits, options=options)
         self.times: dict[str, list[float]] = {"F": [], "I": [], "W": []}
 
     def run(self) -> None:
         """Runs one microbatch."""
-        with weight_gradients_deferrable() if self.split else nullcontext():
-            kept, loss = self.timed("F", self.forward)
-            kept.loss = loss
-            self.timed("I", partial(self.runner.backward, self.plan, kept, (), 1.0, split=self.split))
-            kept.end_backward()
-            self.timed("W", kept.run_weight_gradients if self.split else lambda: None)
+        self.stage.microbatch(self.timed)
         self.module.zero_grad()
-
-    def forward(self) -> Any:
-        return self.runner.forward(
-            self.plan,
-            self.step,
-            tuple,
-            StepRandomness(0, CPU),
-            with_gradients=True,
-            splits_backward=self.split,
-        )
 
     def timed(self, action: str, run: Callable[[], Any]) -> Any:
         start = time.process_time()
@@ -100,7 +69,7 @@ def main() -> None:
     print(
         f"Llama of {args.blocks} blocks of {args.dim}, {args.batch} x {args.length} tokens, torch {torch.__version__}\n"
     )
-    stages = {name: Stage(options, split, args) for name, (options, split) in WAYS.items()}
+    stages = {name: Timed(options, splits, args) for name, (options, splits) in WAYS.items()}
     for _ in range(args.warmup + args.runs):
         for stage in stages.values():
             stage.run()

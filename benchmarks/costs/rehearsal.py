@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import transformers as hf
-from split_overhead import HFModel, cut, gpt2, llama, median_ms
+from cut_models import HFModel, cut, gpt2, llama, median_ms
 from torch import Tensor
 
 from lightning_pp.planning.steps.plans import signature_of

@@ -22,18 +22,15 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import transformers as hf
+from cut_models import CPU, HFModel, cut, gpt2, llama, median_ms
 from torch import Tensor, nn
 
-from lightning_pp.planning.stage_model import SplitModel, assign_stages, record_model
+from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.planning.steps.plans import signature_of
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.stage import StageRunner
-from lightning_pp.schedule import Placement
-from lightning_pp.split.cut.partition import partition_units
 from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.unit_calls.interception import UnitCalls
-
-CPU = torch.device("cpu")
 
 
 class PlainGPT(L.LightningModule):
@@ -56,68 +53,6 @@ class PlainGPT(L.LightningModule):
         for block in self.blocks:
             x = block(x, src_mask=mask, is_causal=True)
         return nn.functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-
-class HFModel(L.LightningModule):
-    """A model of transformers that computes its own loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model: nn.Module = model
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        """Next-token loss."""
-        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
-        return loss
-
-
-def gpt2(num_blocks: int, dim: int) -> HFModel:
-    """GPT-2 of transformers."""
-    return HFModel(
-        hf.GPT2LMHeadModel(
-            hf.GPT2Config(
-                vocab_size=256, n_positions=64, n_embd=dim, n_layer=num_blocks, n_head=2, bos_token_id=0, eos_token_id=0
-            )
-        )
-    )
-
-
-def llama(num_blocks: int, dim: int) -> HFModel:
-    """Llama of transformers."""
-    config = hf.LlamaConfig(
-        vocab_size=256,
-        hidden_size=dim,
-        intermediate_size=2 * dim,
-        num_hidden_layers=num_blocks,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    return HFModel(hf.LlamaForCausalLM(config))
-
-
-def cut(module: L.LightningModule, batch: Tensor, num_stages: int) -> SplitModel:
-    """Splits by a dry run into stages with equal costs, as the strategy does."""
-    placement = Placement.interleaved(num_stages)
-    recording = record_model(
-        module,
-        device=batch.device,
-        step=lambda dry: module.training_step(batch),
-        with_gradients=True,
-        patterns=None,
-        num_stages=num_stages,
-    )
-    partition = partition_units(recording.record, placement=placement, num_parameters=recording.num_parameters)
-    return assign_stages(recording, placement=placement, partition=partition)
-
-
-def median_ms(function: Callable[[], Any], num_runs: int) -> float:
-    """CPU time of this process, in milliseconds."""
-    times = []
-    for _ in range(num_runs):
-        start = time.process_time()
-        function()
-        times.append(1e3 * (time.process_time() - start))
-    return statistics.median(times)
 
 
 def overhead_of_stages(make: Callable[[int, int], L.LightningModule], args: argparse.Namespace) -> list[float]:
