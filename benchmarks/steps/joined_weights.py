@@ -32,6 +32,7 @@ from lightning_pp.runtime.split_backward.queue import WeightGradientQueue, colle
 from lightning_pp.schedule import ActionKind, Schedule, StageCosts, build_schedule
 
 MICROBATCHES, LENGTH, NUM_BLOCKS = 8, 128, 4
+PRECISIONS = ("32-true", "bf16-mixed")
 
 
 def chained(queues: list[WeightGradientQueue]) -> None:
@@ -160,7 +161,7 @@ def print_shares() -> None:
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", nargs="+", default=["32-true", "bf16-mixed"])
+    parser.add_argument("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--dim", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2], help="sequences of a microbatch")
     parser.add_argument("--runs", type=int, default=9)

@@ -188,7 +188,7 @@ class Clock(pl.Callback):
         """Of the steps after the first ones."""
         (wall, cpu), (last_wall, last_cpu) = (self.times[number - 1] for number in (self.num_warm, self.num_counted))
         number = self.num_counted - self.num_warm
-        num_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+        num_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
         return (last_wall - wall) / number, (last_cpu - cpu) / number, num_bytes / 2**30
 
 
@@ -341,7 +341,8 @@ def turn(way: str, args: argparse.Namespace) -> Turn:
     times: list[Turn] = []
     try:
         while answers:
-            for answer in wait(answers):
+            ready: list[Any] = wait(answers)
+            for answer in ready:
                 times.append(answer.recv())
                 answers.remove(answer)
     except EOFError:
