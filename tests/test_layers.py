@@ -99,7 +99,7 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_809,
+    ("split",): 12_807,
     ("strategy",): 12_871,
     ("cli", "conf", "doctor"): 9_269,
     ("telemetry", "callbacks"): 4_318,

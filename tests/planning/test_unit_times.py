@@ -20,6 +20,7 @@ from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_model import RecordedModel, record_model
 from lightning_pp.planning.steps.plans import UnrecordedRun
 from lightning_pp.planning.tuning import Layout, LayoutRequest
+from lightning_pp.planning.unit_times.distinct import groups_alike
 from lightning_pp.planning.unit_times.measure import UnitTimes, run_each_once
 from lightning_pp.split.cut.unit_costs import stage_costs
 from lightning_pp.split.fakes.parameters import has_data
@@ -84,6 +85,29 @@ class Net(nn.Module):
 BATCH = torch.arange(2 * 5).view(2, 5) % WORDS
 
 
+class Passing(nn.Module):
+    """Returns an argument as it was given, besides its result, as blocks of T5 return their position bias."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place, self.linear = place, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden + self.linear(hidden) * given[0] * given[1], given[self.place]
+
+
+class PassingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Passing(place) for place in (0, 0, 0, 1))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        hidden, given = batch.unsqueeze(2).expand(-1, -1, WIDTH).float(), (torch.ones(WIDTH), torch.ones(WIDTH))
+        for block in self.blocks:
+            hidden, _ = block(hidden, *given)
+        return hidden.square().mean()
+
+
 def recording_of(module: nn.Module) -> RecordedModel:
     return record_model(
         module, device=CPU, step=recorded(module, BATCH), with_gradients=True, patterns=None, num_stages=2
@@ -97,6 +121,11 @@ def measured() -> tuple[Net, UnitTimes, GivenCosts]:
     times = UnitTimes(recorded(module, BATCH), CPU, most_seconds=2.0)
     RUNS.clear()
     return module, times, times.of(recording_of(module))
+
+
+def test_units_that_return_the_same_argument_as_it_was_given_are_alike() -> None:
+    groups = [[group.units for group in alike] for alike in groups_alike(recording_of(PassingNet())).values()]
+    assert [("blocks.1",), ("blocks.2",)] in groups and [("blocks.3",)] in groups
 
 
 def test_units_take_what_they_sleep(measured: tuple[Net, UnitTimes, GivenCosts]) -> None:

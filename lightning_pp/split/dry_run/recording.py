@@ -576,7 +576,7 @@ class DryRun:
                 return leaf
             position = passed_on.position_of(leaf)
             if position is not None:
-                call.leaves.append(OutputLeaf(None, PassedOn(position)))
+                call.leaves.append(OutputLeaf(None, PassedOn(position=position)))
                 return leaf
             return mark(leaf, Value(call.index, len(call.leaves)), call.leaves)
 

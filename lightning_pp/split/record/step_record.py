@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -57,11 +58,10 @@ class TensorSpec:
         return self.num_bytes if is_whole else self.num_bytes // num_ranks
 
 
-class PassedOn:  # no dataclass, for those are containers
+class PassedOn(SimpleNamespace):  # no dataclass, for those are containers
     """Stands in for what a unit returned as it was given: leaf number ``position`` of its arguments."""
 
-    def __init__(self, position: int) -> None:
-        self.position = position
+    position: int
 
 
 class Handed:  # no dataclass, for those are containers

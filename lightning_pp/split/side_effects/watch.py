@@ -109,7 +109,7 @@ class SideEffectWatch:
                     marked.append(leaf)
                     return unknown.get(len(marked) - 1, leaf)
                 position = passed_on(leaf)
-                tensor, noted = (leaf, PassedOn(position)) if position is not None else mark(leaf)
+                tensor, noted = (leaf, PassedOn(position=position)) if position is not None else mark(leaf)
                 marked.append(tensor)
                 return noted
 

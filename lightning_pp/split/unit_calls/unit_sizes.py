@@ -141,9 +141,7 @@ class UnitSizes:
         """The recorded leaf of that place, or one of another size; None where more than its size is another."""
         recorded = call.leaves[place]
         if recorded.spec is None:
-            is_same = type(leaf) is type(recorded.fake) and (
-                leaf.position == recorded.fake.position if isinstance(leaf, PassedOn) else leaf == recorded.fake
-            )
+            is_same = type(leaf) is type(recorded.fake) and leaf == recorded.fake
             return recorded if is_same else OutputLeaf(None, leaf) if type(leaf) in PLAIN else None
         if not isinstance(leaf, Tensor) or leaf.dtype != recorded.spec.dtype:
             return None
