@@ -134,6 +134,17 @@ class LooksAtTheFirst(SelectsRareRows):
         return h[: len(h) + 60].square().mean() + h[: len(x)].abs().mean()
 
 
+class BranchesBeforeAUnit(Step):
+    """Calls a block if a row of the microbatch is selected; while the step runs, any() is that of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = x = batch[0] if isinstance(batch, (list, tuple)) else batch
+        for index, block in enumerate(self.blocks):
+            if index != len(self.blocks) - 2 or (x[:, 6] > 0.3).any():
+                h = h + torch.tanh(block(h))
+        return h.square().mean()
+
+
 def cut(batch: Any, number: int) -> list[Any]:
     """The user's way to cut a batch, so nobody else can make a larger one of a microbatch."""
     return list(zip(*(tensor.chunk(number) for tensor in batch), strict=True))
@@ -166,6 +177,11 @@ def test_a_number_that_is_0_beside_the_loss_is_no_reason(pool: WorkerPool) -> No
     expected = fitted(DividesByLengthAndReads, None, 4)[0]
     for losses in pool.run(trained, DividesByLengthAndReads, SINGLE, world_size=2):
         assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_choice_of_units_by_any_of_the_batch_is_told_as_that(pool: WorkerPool) -> None:
+    told = refusal(pool, BranchesBeforeAUnit, layout=SINGLE)
+    assert "any() over samples is the whole batch's while the step runs, but not when it is recorded" in told
 
 
 @pytest.mark.parametrize("kind", [ReducesTheFirst, ReducesTheFirstBeforeAUnit])
