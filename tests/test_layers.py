@@ -99,13 +99,13 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_807,
-    ("strategy",): 12_871,
+    ("split",): 12_840,
+    ("strategy",): 13_199,
     ("cli", "conf", "doctor"): 9_269,
     ("telemetry", "callbacks"): 4_318,
     ("schedule",): 4_901,
     ("planning",): 5_537,
-    ("runtime",): 4_574,
+    ("runtime",): 4_579,
     ("checkpoint",): 3_668,
     ("sharding",): 3_486,
     ("distributed",): 2_431,

@@ -112,11 +112,11 @@ class _Call:
 
 
 _KNOWN_IN_ADVANCE = (
-    "Every stage must know in advance which units a step calls. The choice may depend on the batch, on batch_idx, on "
-    "what the module reads from its trainer (self.global_step, self.current_epoch), and on attributes of the module "
-    "that are plain values, or lists or dicts of these. If it depends on something else (a global variable, the inside "
-    "of another object, a trainer that is not reached through the module), set dynamic_step=True on the strategy: "
-    "every microbatch is then rehearsed. If that is set, make the choice inside a unit."
+    "Every stage must know in advance which units a step calls. The choice may depend on the values of a microbatch, "
+    "on batch_idx, on what the module reads from its trainer (self.global_step, self.current_epoch) and on its plain "
+    "attributes. A sum, a count or any() over samples is the whole batch's while the step runs, but not when it is "
+    "recorded: make a choice by these inside a unit. If it depends on something else (a global variable, the inside of "
+    "another object, a trainer not reached through the module), set dynamic_step=True on the strategy."
 )
 
 
@@ -188,10 +188,15 @@ def _sent(call: UnitCall, value: Value) -> _Sent:
 
 
 def _another_size(call: _Call, leaf: int, tensor: Tensor, spec: TensorSpec) -> SplitError:
-    what = f"Output {leaf}" if leaf >= 0 else "A tensor that is not an output"
+    what, foreseen = f"Output {leaf}", "Run without data on inputs of the same shapes, the unit returned"
+    if leaf < 0:
+        what, foreseen = (
+            "A tensor that is not an output",
+            "Foreseen by the sizes of its tensor inputs was",
+        )
     return SplitError(
-        f"{what} of the unit {call.unit!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}. Run without data "
-        f"on inputs of the same shapes, the unit returned {spec.shape} and {spec.dtype}. Other stages rely on that."
+        f"{what} of the unit {call.unit!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}. {foreseen} "
+        f"{spec.shape} and {spec.dtype}. Other stages rely on that.{'' if leaf >= 0 else ' Return it from the unit.'}"
     )
 
 

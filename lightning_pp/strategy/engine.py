@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_pp.distributed.control import ControlGroups
@@ -38,6 +39,7 @@ from lightning_pp.strategy.results.reports import BatchReport, ReportedBatch
 from lightning_pp.strategy.setup import LaidOutModel
 from lightning_pp.strategy.step.dry_steps import recorded_step
 from lightning_pp.strategy.step.frozen import FrozenParameters
+from lightning_pp.strategy.step.gradient_watch import gradients_watched
 from lightning_pp.strategy.step.outside_steps import OutsideSteps
 from lightning_pp.strategy.surroundings import Surroundings
 from lightning_pp.telemetry.diagnosis.evidence import PlanFacts
@@ -157,6 +159,8 @@ class PipelineEngine:
         self._recover()
         self._num_batches_before = self.num_batches_run
         self._attached.enter_context(self._outside_steps.watched())
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._attached.enter_context(gradients_watched(self.module, self.split, self.rank))
         self._attached.enter_context(self._model.update_hooks.attached(self.groups))
         clip, cut = self.gradients.clip_by_norm, self.gradients.cut
         norms = GradientNorms(self.module, self.split.fake_parameters, self.groups, clip, cut)

@@ -87,6 +87,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         gradient_hooks: For each hook that inter-unit code put on a weight-dependent tensor, the line, and the unit
             calls before the tensor was made; the call itself for a unit's output.
         edits_batch: Whether the step wrote into memory that it did not make.
+        line_of_edit: Where inter-unit code did so last.
         weights_of_float32_norms: Parameters, in the dtype of computation, of norms of float32.
         watch: Numbers the memories that the step makes.
         drawn_values: Follows random numbers that inter-unit code draws.
@@ -115,7 +116,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         self.inter_unit_draws: set[int] = set()
         self.branches_at_random = False
         self.gradient_hooks: list[tuple[str, int]] = []
-        self.edits_batch = False
+        self.edits_batch, self.line_of_edit = False, ""
         self.weights_of_float32_norms: set[str] = set()
         # by storage, which is held: InstanceNorm repeats its weights for each sample
         self._repeated: dict[int, tuple[frozenset[Source], Any]] = {}
@@ -479,6 +480,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
             place = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             self._contents_before.append((place, place.clone()))
             self.edits_batch = True
+            self.line_of_edit = user_line() if self.call is None else self.line_of_edit
             self._inter_unit_memory.add(storage)
             self._own_memory.add(storage)
 

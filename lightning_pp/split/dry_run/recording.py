@@ -234,6 +234,11 @@ class DryRun:
         """Whether the step has written into memory that it did not make."""
         return self._flow.edits_batch
 
+    @property
+    def line_of_edit(self) -> str:
+        """Where the code between units did so last; empty if it did not."""
+        return self._flow.line_of_edit
+
     def depends_on_batch(self, tensor: Tensor) -> bool:
         """Whether the value of ``tensor`` was made of the batch, or of weights."""
         return self._flow.depends_on_batch(tensor)

@@ -62,6 +62,13 @@ class Scale(NamedTuple):
     num_samples: int = 1
 
 
+MADE_OF_A_COUNT = (
+    " calculates with a number that Python made of a count. Where little or nothing is counted in a microbatch, the "
+    "number is larger, so the numbers do not add up to that of the batch. Keep the count a tensor "
+    "(mask.sum().clamp(min=1) for max(int(mask.sum()), 1)), or set whole_batch_loss=True on the strategy."
+)
+
+
 class ScaledStep(OutsideUnits):
     """Within, one run of the step: the degrees of its values are followed, and what it counts is the global batch's.
 
@@ -77,6 +84,7 @@ class ScaledStep(OutsideUnits):
         counted: If given, gets what the microbatch counts, by place.
         refuses_unknown: Whether a sum that no dry run has seen is an error, unless it is only compared for equality.
         follows_estimates: Whether it is followed which values add up over microbatches.
+        read_for_none: What Python reads where a tensor holds 0.
     """
 
     def __init__(
@@ -88,9 +96,11 @@ class ScaledStep(OutsideUnits):
         *,
         refuses_unknown: bool = False,
         follows_estimates: bool = False,
+        read_for_none: int = 0,
     ) -> None:
         super().__init__()
         self._facts = facts
+        self._read_for_none = read_for_none
         self._share, self._totals, self._num_samples = scale
         self._has_data = has_data
         self._counted = counted
@@ -100,7 +110,7 @@ class ScaledStep(OutsideUnits):
         self._is_paused = False
         self._seen: set[Place] = set()
         self._unknown: dict[Tensor, str] = {}
-        self._reads: set[Any] = set()  # whether a number that Python read was not 0; 0 for no rows too
+        self._reads: set[Any] = set()  # numbers that Python read; 0 for no rows too
 
     def __enter__(self) -> ScaledStep:
         """Follows what runs from here on."""
@@ -176,8 +186,14 @@ class ScaledStep(OutsideUnits):
     def _noted(self, read: Any) -> Any:
         """``read``, a number that Python makes of a tensor; whether it is 0 is kept."""
         if is_number(read):
-            self._reads.add(bool(read))
+            self._reads.add(read)
+            return read or type(read)(self._read_for_none)
         return read
+
+    @property
+    def reads_nothing(self) -> bool:
+        """Whether all numbers that Python has read were 0, and there was one."""
+        return self._reads == {0}
 
     # ---------------------------------------------------------------- kinds of functions
 
@@ -310,15 +326,13 @@ class ScaledStep(OutsideUnits):
         counted = [index for index, degree in where if degree is None]
         numbers = tuple(float(values[index]) for index in counted)
         # what stands where the microbatch counts nothing, but for multiples of its samples, as len(x) is
-        of_none = tuple(n if self._reads == {0} and n % self._num_samples else 0.0 for n in numbers)
+        of_none = tuple(n if self.reads_nothing and n % self._num_samples else 0.0 for n in numbers)
         total = self._total(place, (*numbers, *of_none)) if counted else ()
         if any(0 != none != whole for whole, none in zip(total or (), (total or ())[len(counted) :], strict=False)):
-            raise SplitError(
-                f"{fact.line} calculates with a number that Python made of a count. Where little or nothing is counted "
-                "in a microbatch, the number is larger, so the numbers do not add up to that of the batch. Keep the "
-                "count a tensor (mask.sum().clamp(min=1) for max(int(mask.sum()), 1)), or set whole_batch_loss=True "
-                "on the strategy."
-            )
+            raise SplitError(fact.line + MADE_OF_A_COUNT)
+        is_part = 1 not in self._reads and any(0 < read < 1 for read in self._reads)  # the share of a small count
+        if is_part and any(degree == 1 and values[index] == 1 for index, degree in where):  # max(mask.sum().item(), 1)
+            raise SplitError(fact.line + MADE_OF_A_COUNT)
         for index, degree in where:
             degrees[index] = 1.0 if degree is None else degree
         for index, whole in zip(counted, total or (), strict=False):

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from operator import is_not
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from lightning_pp.split._torch_private import (
     buffers_of,
     forward_hooks_of,
     forward_pre_hooks_of,
+    version_of,
 )
 from lightning_pp.split.side_effects.containers import ABSENT
 from lightning_pp.split.side_effects.generators import restorer
@@ -69,12 +71,15 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
             for key, value in own.items():
                 if type(value) is Tensor:
                     attributes[key] = value.detach().clone()
+                elif type(value) is np.ndarray:
+                    attributes[key] = value.copy()
     working = [dict(child.__dict__) for _, child, *_ in saved]
 
     def changes() -> list[tuple[str, str, Any]]:
         changed = []
         for (name, child, before, contents, of_class), at_start in zip(saved, working, strict=True):
             is_new = {key for key, value in child.__dict__.items() if value is not at_start.get(key, ABSENT)}
+            is_new.update(key for key, value in at_start.items() if _is_written(value, before.get(key)))
             is_new.update(key for key, held in contents.items() if any(reached.is_changed for reached in held))
             for key, value in child.__dict__.items() if is_new else ():
                 is_private = key.startswith("_") and key not in before
@@ -131,6 +136,13 @@ class StateAroundUnits:
             for registered, keys in hooks:
                 for key in set(registered).difference(keys) if len(registered) != len(keys) else ():
                     del registered[key]
+
+
+def _is_written(value: Any, original: Any) -> bool:
+    """Whether a tensor or array that was copied from ``original`` has been written into."""
+    if type(value) is np.ndarray:
+        return not np.array_equal(value, original)
+    return type(value) is Tensor and value is not original and version_of(value) > 0
 
 
 def _held_by(key: str, value: Any) -> Sequence[Reached]:

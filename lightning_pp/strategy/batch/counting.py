@@ -10,7 +10,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pp.errors import SplitError
 from lightning_pp.planning.steps.state import StepState
@@ -23,7 +23,7 @@ from lightning_pp.split.record.source_lines import innermost_user_line
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.reductions.counting import Counts, are_equal
 from lightning_pp.split.reductions.facts import Facts
-from lightning_pp.split.reductions.scaling import Count, Scale, ScaledStep
+from lightning_pp.split.reductions.scaling import MADE_OF_A_COUNT, Count, Scale, ScaledStep
 from lightning_pp.split.reductions.traces import CountTrace, Trace, counts_of
 from lightning_pp.split.side_effects.module_state import preserved_state
 from lightning_pp.split.unit_calls.compilation import uncompiled
@@ -34,6 +34,7 @@ from lightning_pp.strategy.step.dry_steps import loggers_muted
 from lightning_pp.strategy.step.progress import trainer_watched
 
 _USES_BETWEEN_CHECKS = 1000
+_MANY = 3  # what is read in place of 0, to see which numbers are made of it
 
 
 @dataclass(frozen=True)
@@ -137,22 +138,29 @@ class StepCounting:
         with self._forward_context():
             return counts_of(trace, data)
 
-    def _rehearsed(self, steps: BatchSteps, index: int, facts: Facts, scale: Scale, counted: _Until) -> Counts:
+    def _rehearsed(
+        self, steps: BatchSteps, index: int, facts: Facts, scale: Scale, counted: _Until, read_for_none: int = 0
+    ) -> Counts:
         """Rehearses the step until it has reached all that is counted."""
         record, device = steps.plans[index].record, self._fakes.device
+        scaled = ScaledStep(facts, scale, has_data, counted, read_for_none=read_for_none)
         with ExitStack() as stack:
             stack.enter_context(StepLogs().in_step(self._module, None))
             stack.enter_context(self._metrics.suspended())
             stack.enter_context(loggers_muted(trainer_of(self._module)))
             stack.enter_context(trainer_watched(self._module))
             stack.enter_context(uncompiled())
-            stack.enter_context(ScaledStep(facts, scale, has_data, counted))
+            stack.enter_context(scaled)
             stack.enter_context(counted.tracing or nullcontext())
             stack.enter_context(self._fakes.all_fake() if self._fakes.stand_for_shards else nullcontext())
             preserving = preserved_state(self._module) if record.mutated_attributes else None
             call = partial(steps.call, index)
             _, failure = rehearse(record, self._units, call, device, steps.seeds[index], preserving=preserving)
         if failure is None or counted.are_complete:
+            if scaled.reads_nothing and scale.num_samples == 1 and not read_for_none:
+                others = _Until(list(counted))
+                self._rehearsed(steps, index, facts, scale, others, read_for_none=_MANY)
+                _refuse_numbers_of_none(counted, others, facts)
             return counted
         if not steps.is_training:  # an evaluation, whose end may need data; its first batch is checked
             return {}
@@ -163,6 +171,22 @@ class StepCounting:
             f"counts what the loss divides by: {failure}. Compute the loss before this line, or set "
             "whole_batch_loss=True on the strategy."
         ) from failure
+
+
+def _refuse_numbers_of_none(counts: Counts, others: Counts, facts: Facts) -> None:
+    """Raises :class:`SplitError` if a number of a sample in which nothing is counted was made of that count.
+
+    Args:
+        counts: What was counted; a number may be that of the sample itself, as ``len(x)`` is.
+        others: The same where Python reads another number in place of 0.
+        facts: What is known of the step's calls.
+    """
+    for place, count in counts.items():
+        of_sample, of_many = (
+            [part for part in each or () if not isinstance(part, Tensor)] for each in (count, others.get(place, count))
+        )
+        if of_sample != of_many and (fact := facts.find(place)) is not None:
+            raise SplitError(fact.line + MADE_OF_A_COUNT)
 
 
 class _Until(dict[Place, Count]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -33,3 +34,8 @@ def user_namespaces() -> list[dict[str, Any]]:
 def is_of_user(frame: FrameType) -> bool:
     """Whether the running code is neither Lightning's, torch's, Hydra's nor this package's."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THE_USERS
+
+
+def is_of_lightning(function: Callable[..., Any]) -> bool:
+    """Whether ``function`` is Lightning's or this package's."""
+    return function.__module__.startswith(("lightning.", "lightning_pp."))

@@ -16,7 +16,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pp.errors import BatchError, ConfigurationError
-from lightning_pp.split.data.tree import entries_of, places_written
+from lightning_pp.split._torch_private import version_of
+from lightning_pp.split.data.tree import entries_of, own_containers, places_written, tensors_of
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.record.source_lines import innermost_user_line, user_line
 from lightning_pp.split.reductions.recording import is_number
@@ -183,6 +184,8 @@ def recorded_step(
             if reads_batch_idx(getattr(module, step)):
                 dry.note_progress_read()
             own, shared = dry.own(batch), dict(entries_of(batch, "batch"))
+            given = own_containers(own)
+            versions = _versions(given)
             with (
                 trainer_watched(module, dry.note_progress_read, partial(_warn_metrics_read, step, logged)),
                 output_held(),
@@ -190,7 +193,10 @@ def recorded_step(
                 output = call_step(module, step, own, *rest, **(kwargs or {}))
             _refuse_shared_writes(step, shared, batch)
             if isinstance(dry, DryRun):
-                _tell_what_hooks_see(module, step, places_written(batch, own), edits_contents=dry.edits_batch)
+                edits_contents = _versions(given) != versions
+                _tell_what_hooks_see(module, step, places_written(given, own), edits_contents=edits_contents)
+                if dry.line_of_edit and not edits_contents:
+                    _warn_written_elsewhere(step, dry.line_of_edit)
         if trains:
             check_loss(loss_of(output), module)  # here every rank sees it, in the step only the last stage
         return output
@@ -213,6 +219,19 @@ def _warn_metrics_read(step: str, logged: Sequence[str]) -> None:
         f"{step} reads the trainer's metrics after it has logged, at {user_line()}. In a pipeline a step logs for one "
         "microbatch, and the trainer gets the batch's values only after the step. Here it still has those of the batch "
         "before. Use the value itself, or read metrics in a hook such as on_train_batch_end."
+    )
+
+
+def _versions(batch: Any) -> list[int]:
+    return [version_of(tensor) for tensor in tensors_of(batch) if not tensor.is_inference()]
+
+
+def _warn_written_elsewhere(step: str, line: str) -> None:
+    rank_zero_warn(
+        f"{step} writes in place, at {line}, into a tensor that is neither in its batch nor an attribute of the "
+        "module. A pipeline runs this line once for each microbatch, and only on the last stage if it comes after all "
+        "units. So the tensor is another than on one device, unless the step overwrites it. Set a new tensor in its "
+        "place, or make it an attribute of the module."
     )
 
 

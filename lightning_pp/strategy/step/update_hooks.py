@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim.swa_utils import AveragedModel
 
@@ -20,24 +22,30 @@ from lightning_pp.split.fakes.fake_mode import LostEditError, NeedsDataError
 from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.strategy._lightning_private import results_of
 from lightning_pp.strategy.lightning.callbacks import callbacks_of
+from lightning_pp.strategy.lightning.callers import is_of_lightning
 from lightning_pp.strategy.lightning.patching import replaced
 from lightning_pp.strategy.step.dry_steps import loggers_muted, logging_to
 from lightning_pp.strategy.step.held_output import output_held
 
-_BEFORE_ZERO_GRAD = "on_before_zero_grad"
+_BEFORE_ZERO_GRAD, _ZERO_GRAD = "on_before_zero_grad", "optimizer_zero_grad"
 _HOOKS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "on_train_epoch_start": lambda batch: (),
     "on_train_batch_start": lambda batch: (batch, 0),
     _BEFORE_ZERO_GRAD: lambda batch: (None,),
+    _ZERO_GRAD: lambda batch: (0, 0, _optimizer_of_nothing()),
+    "on_before_backward": lambda batch: (torch.zeros(()),),
     "on_after_backward": lambda batch: (),
     "on_before_optimizer_step": lambda batch: (None,),
+    "configure_gradient_clipping": lambda batch: (_optimizer_of_nothing(), None, None),
+    "optimizer_step": lambda batch: (0, 0, _optimizer_of_nothing(), lambda: None),
+    "lr_scheduler_step": lambda batch: (SimpleNamespace(step=lambda *args: None), None),
     "on_train_batch_end": lambda batch: ({"loss": torch.zeros(())}, batch, 0),
     "on_train_epoch_end": lambda batch: (),
 }
 
-_LOG_TRAINING = ("on_before_backward", *(name for name in _HOOKS if "epoch" not in name))
+_LOG_TRAINING = tuple(name for name in _HOOKS if name.startswith("on_") and "epoch" not in name)
 _OUTSIDE_STEPS = (
-    *("on_fit_start", "on_train_start", "on_before_backward", *_HOOKS),
+    *("on_fit_start", "on_train_start", *_HOOKS),
     *("on_validation_epoch_start", "on_validation_epoch_end", "on_train_end"),
 )
 
@@ -77,7 +85,9 @@ class UpdateHooks:
             if not has_averages and name != _BEFORE_ZERO_GRAD:
                 continue
             found, failure = self._updates_of(name, arguments(own_copy(batch)))
-            if name == _BEFORE_ZERO_GRAD:
+            if name == _ZERO_GRAD:
+                _refuse_averages(found, module)
+            elif name == _BEFORE_ZERO_GRAD:
                 _refuse_trained(found, module)
                 self._postpones = any(found.values())
             is_unknown = self._has_copy and not isinstance(failure, (type(None), NeedsDataError))
@@ -128,14 +138,13 @@ class UpdateHooks:
         for callback in callbacks_of(self._module.trainer) if self._has_copy else ():
             if type(callback).state_dict is not pl.Callback.state_dict:  # it keeps values, for which fakes are no use
                 continue
-            own = [name for name in _HOOKS if "epoch" not in name and not _is_lightnings(getattr(type(callback), name))]
+            own = [name for name in _LOG_TRAINING if not is_of_lightning(getattr(type(callback), name))]
             seeing = {name: partial(self._seeing_all, getattr(callback, name)) for name in own}
             attached.enter_context(replaced(callback, **seeing))
         return attached
 
     def _seeing_all(self, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._fake_parameters.all_parameters():
-            result = hook(*args, **kwargs)
+        result = call_within(self._fake_parameters.all_parameters, hook, *args, **kwargs)
         for parameter in self._module.parameters():
             if parameter.is_meta:  # by ``parameter.data = ...``
                 raise LostEditError("Tensor.data", parameter, getattr(hook, "__qualname__", repr(hook)))
@@ -147,16 +156,34 @@ class UpdateHooks:
             self._postponed.pop(0)()
 
 
+def call_within(
+    context: Callable[[], AbstractContextManager[Any]], hook: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Calls ``hook`` within ``context()``, but for the closure that ``optimizer_step`` gets: it runs the pipeline."""
+    with ExitStack() as stack:
+        stack.enter_context(context())
+
+        def outside(closure: Closure) -> Any:
+            stack.close()
+            try:
+                return closure()
+            finally:
+                stack.enter_context(context())
+
+        args = tuple(partial(outside, value) if isinstance(value, Closure) else value for value in args)
+        return hook(*args, **kwargs)
+
+
+def _optimizer_of_nothing() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1)])
+
+
 def _copied(module: torch.nn.Module, *, requires_grad: bool) -> Iterator[tuple[torch.Size, ...]]:
     """The shapes of the parameters of each submodule of which all or none train."""
     for child in module.modules():
         held = list(child.parameters())
         if held and all(parameter.requires_grad is requires_grad for parameter in held):
             yield tuple(parameter.shape for parameter in held)
-
-
-def _is_lightnings(function: Callable[..., Any]) -> bool:
-    return function.__module__.startswith(("lightning.", "lightning_pp."))
 
 
 def _refuse_trained(updates: Updates, module: pl.LightningModule) -> None:
@@ -166,6 +193,15 @@ def _refuse_trained(updates: Updates, module: pl.LightningModule) -> None:
             f"on_before_zero_grad of {type(module).__name__} writes into parameters that train "
             f"({own[0]!r}{f' and {len(own) - 1} more' if len(own) > 1 else ''}). On one device it does so between "
             "forward and backward, but a pipeline has no moment between the two. Do this in on_train_batch_end."
+        )
+
+
+def _refuse_averages(updates: Updates, module: pl.LightningModule) -> None:
+    if updates:
+        raise ConfigurationError(
+            f"optimizer_zero_grad of {type(module).__name__} writes into parameters ({next(iter(updates))!r}). On one "
+            "device it does so between forward and backward, but a pipeline has no moment between the two. Do this in "
+            "on_train_batch_end."
         )
 
 

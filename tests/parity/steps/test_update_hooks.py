@@ -93,6 +93,53 @@ class FollowsItself(Classifier):
         self.follow()
 
 
+class FollowsWithUpdate(FollowsItself):
+    """The same in ``optimizer_step``, around the update."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self.follow()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+
+class FollowsInBetween(FollowsWithUpdate):
+    """In each of the other hooks around the update; the closure follows as well."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def closure() -> Any:
+            loss = optimizer_closure()
+            self.follow()
+            return loss
+
+        optimizer.step(closure=closure)
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.follow()
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.follow()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+        self.follow()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        schedule = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+class FollowsWhenZeroing(FollowsWithUpdate):
+    """On one device between forward and backward."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        self.follow()
+
+
 class FollowsInStep(FollowsItself):
     """The same at the start of the step."""
 
@@ -180,6 +227,8 @@ HOOKS = {
         ClampsWeights,
         NormalizesWeights,
         FollowsItself,
+        FollowsWithUpdate,
+        FollowsInBetween,
         FollowsInStep,
         FollowsThenReads,
         FollowsAnotherUnit,
@@ -306,16 +355,30 @@ CASES = [
 ]
 
 
-@pytest.mark.by_day(1)
-@pytest.mark.parametrize(("hooks", "sharding"), CASES)
-def test_weights_are_those_of_one_device(pool: WorkerPool, hooks: str, sharding: str) -> None:
+def check_weights(pool: WorkerPool, hooks: str, layout: Layout, sharding: str) -> None:
     expected = train(HOOKS[hooks])
     found: dict[str, Tensor] = {}
-    for result in pool.run(train, HOOKS[hooks], LAYOUT, sharding, world_size=4, timeout=120):
+    for result in pool.run(train, HOOKS[hooks], layout, sharding, world_size=layout.world_size, timeout=120):
         assert result["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-9)
         assert result["lr"] == expected["lr"]
         found |= result["weights"]
     assert_equal_trees(found, expected["weights"])
+
+
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize(("hooks", "sharding"), CASES)
+def test_weights_are_those_of_one_device(pool: WorkerPool, hooks: str, sharding: str) -> None:
+    check_weights(pool, hooks, LAYOUT, sharding)
+
+
+@pytest.mark.parametrize("hooks", ["FollowsWithUpdate", "FollowsInBetween"])
+def test_averages_around_the_update_are_those_of_one_device(pool: WorkerPool, hooks: str) -> None:
+    check_weights(pool, hooks, Layout("1f1b", 2, 1, 4), "replicate")
+
+
+def test_averages_made_while_gradients_are_zeroed_are_refused(pool: WorkerPool) -> None:
+    told = pool.refusals("ConfigurationError", train, FollowsWhenZeroing, Layout("1f1b", 2, 1, 2), world_size=2)
+    assert all("optimizer_zero_grad of FollowsWhenZeroing writes into parameters ('target." in text for text in told)
 
 
 def test_an_average_in_a_buffer_is_refused(pool: WorkerPool) -> None:

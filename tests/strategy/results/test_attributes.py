@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
+from collections import Counter, defaultdict
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from pipelined_fit import loader, trainer
+from feature_parts import assert_equal_trees
+from pipelined_fit import fit, loader, trainer
 from pool import WorkerPool
 from small_models import Blocks
+
+from lightning_pp import PipelineParallelStrategy
 
 
 class Keeps(Blocks):
@@ -66,3 +74,128 @@ def test_kept_values_are_those_of_one_device_on_every_rank(pool: WorkerPool) -> 
         ):
             assert predictions == pytest.approx(its_predictions, rel=1e-12)
             assert errors == pytest.approx(its_errors, rel=1e-12)
+
+
+class Meter:
+    """As many write one."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def update(self, value: float, count: int) -> None:
+        self.total += value * count
+        self.count += count
+
+
+class Counts(Blocks):
+    """Sums, means and counts in containers, in an object, and in tensors and arrays that are written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, Any] = {"loss": 0.0, "right": 0.0, "rows": 0, "inner": {"rows": 0}}
+        self.named: defaultdict[str, float] = defaultdict(float)
+        self.signs: Counter[int] = Counter()
+        self.lists: defaultdict[str, list[Any]] = defaultdict(list)
+        self.meter = Meter()
+        self.total = torch.zeros(2, dtype=torch.float64)
+        self.moving = torch.zeros((), dtype=torch.float64)
+        self.num_steps = torch.zeros((), dtype=torch.long)
+        self.histogram = np.zeros((2, 2), dtype=np.int64)
+        self.mean = np.zeros(8)
+        self.rows = np.zeros((0, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = super().training_step(batch, batch_idx)
+        signs = (y > 0).long().tolist()
+        self.sums["loss"] += loss.item()
+        self.sums["right"] += float((y > 0).sum().item())
+        self.sums["rows"] += len(y)
+        self.sums["inner"]["rows"] += len(y)
+        self.named["loss"] += loss.item()
+        self.named["steps"] += 1
+        self.signs.update(signs)
+        self.lists["signs"].extend(signs)
+        self.lists["x"].append(x)
+        self.meter.update(loss.item(), len(y))
+        self.total += torch.stack([y.sum(), x.sum()])
+        self.moving.mul_(0.9).add_(loss.detach(), alpha=0.1)
+        self.num_steps += 1
+        np.add.at(self.histogram, (signs, signs), 1)
+        self.mean *= 0.5
+        self.mean += 0.5 * x.numpy().mean(0)
+        self.rows = np.concatenate([self.rows, x.numpy()])
+        return loss
+
+
+COUNTED = (
+    *("sums", "named", "signs", "lists", "total", "moving", "num_steps", "histogram", "mean", "rows"),
+    *("meter.total", "meter.count"),
+)
+
+
+def counted(num_microbatches: int | None) -> dict[str, Any]:
+    module = Counts()
+    if num_microbatches is None:
+        run = trainer(1, "auto", precision="64-true", max_epochs=2)
+    else:
+        strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=num_microbatches)
+        run = trainer(2, strategy, precision="64-true", max_epochs=2)
+    run.fit(module, loader(14, 4))
+    return {name: attrgetter(name)(module) for name in COUNTED}
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+def test_what_a_step_counts_is_that_of_one_device_on_every_rank(pool: WorkerPool, num_microbatches: int) -> None:
+    [expected] = pool.run(counted, None, world_size=1)
+    assert expected["sums"]["rows"] == 28 and expected["histogram"].sum() == 28
+    for values in pool.run(counted, num_microbatches, world_size=2):
+        for name, value in expected.items():
+            found = values[name]
+            if isinstance(value, np.ndarray):
+                np.testing.assert_allclose(found, value, rtol=1e-9, err_msg=name)
+            else:
+                assert_equal_trees(found, value, path=name)
+
+
+class WritesElsewhere(Blocks):
+    """Adds in place to a tensor in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = {"loss": torch.zeros(())}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.sums["loss"] += loss.detach()  # the line
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.looks = True
+
+
+def told(kind: type[Blocks]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(kind())
+    return [str(warning.message) for warning in caught if " writes " in str(warning.message)]
+
+
+def test_a_write_in_place_into_a_tensor_of_a_container_is_told_with_its_line(pool: WorkerPool) -> None:
+    first, second = pool.run(told, WritesElsewhere, world_size=2)
+    lines, start = inspect.getsourcelines(WritesElsewhere)
+    line = start + next(index for index, text in enumerate(lines) if "# the line" in text)
+    assert len(first) == 1 and f"in place, at {__file__}:{line} in training_step, into a tensor" in first[0], first
+    assert second == []
+
+
+class Appends(WritesElsewhere):
+    """Leaves a tensor in a list, which writes into nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.left = [batch[0], super(WritesElsewhere, self).training_step(batch, batch_idx).detach()]
+        return self.left[1] * 0 + self.loss(batch)
+
+
+def test_a_step_that_leaves_its_batch_in_an_attribute_does_not_write_into_it(pool: WorkerPool) -> None:
+    assert pool.run(told, Appends, world_size=2) == [[], []]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 LAYOUT = Layout("zb_h1", 2, 1, 4)
+SINGLE = Layout("zb_h1", 2, 1, 8)  # one sample in a microbatch
 
 
 class SelectsRareRows(Step):
@@ -77,6 +78,30 @@ class DividesByAtLeastOne(SelectsRareRows):
         return (h.square().mean(1) * mask).sum() / max(int(mask.sum()), 1)
 
 
+class DividesByAtLeastOneOfMany(SelectsRareRows):
+    """The same where every batch counts something."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        mask = x[:, 6] > 0.3
+        return (h.square().mean(1) * mask).sum() / max(int(mask.sum()), 1)
+
+
+class DividesByAtLeastOneRead(SelectsRareRows):
+    """The same with ``item``: of one sample Python reads its share of the count of the batch, which may be below 1."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        mask = x[:, 6] > 0.3
+        return (h.square().mean(1) * mask).sum() / max(mask.sum().item(), 1)
+
+
+class DividesByLengthAndReads(SelectsRareRows):
+    """Divides by the number of samples, and reads a number that is often 0."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        self.num_rare = int((x[:, 6] > 1.4).sum())
+        return h.square().mean(1).sum() / len(x)
+
+
 class DividesByLength(SelectsRareRows):
     """Divides by the number of samples, also where no row is selected."""
 
@@ -109,13 +134,24 @@ class LooksAtTheFirst(SelectsRareRows):
         return h[: len(h) + 60].square().mean() + h[: len(x)].abs().mean()
 
 
+class BranchesBeforeAUnit(Step):
+    """Calls a block if a row of the microbatch is selected; while the step runs, any() is that of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = x = batch[0] if isinstance(batch, (list, tuple)) else batch
+        for index, block in enumerate(self.blocks):
+            if index != len(self.blocks) - 2 or (x[:, 6] > 0.3).any():
+                h = h + torch.tanh(block(h))
+        return h.square().mean()
+
+
 def cut(batch: Any, number: int) -> list[Any]:
     """The user's way to cut a batch, so nobody else can make a larger one of a microbatch."""
     return list(zip(*(tensor.chunk(number) for tensor in batch), strict=True))
 
 
-def refusal(pool: WorkerPool, kind: type[Step], **options: Any) -> str:
-    report = pool.run(trained, kind, LAYOUT, world_size=2, expect_failure=True, **options)
+def refusal(pool: WorkerPool, kind: type[Step], layout: Layout = LAYOUT, **options: Any) -> str:
+    report = pool.run(trained, kind, layout, world_size=2, expect_failure=True, **options)
     return "\n".join(failure.message for failure in report.failures if failure)
 
 
@@ -129,6 +165,23 @@ def test_as_many_rows_by_chance_are_no_proof(pool: WorkerPool, is_checked: bool)
 def test_numbers_of_python_have_to_add_up(pool: WorkerPool) -> None:
     text = "the number is larger, so the numbers do not add up to that of the batch"
     assert text in refusal(pool, DividesByAtLeastOne)
+
+
+@pytest.mark.parametrize("kind", [DividesByAtLeastOneOfMany, DividesByAtLeastOneRead])
+def test_numbers_of_python_have_to_add_up_over_single_samples(pool: WorkerPool, kind: type[Step]) -> None:
+    text = "the number is larger, so the numbers do not add up to that of the batch"
+    assert text in refusal(pool, kind, layout=SINGLE)
+
+
+def test_a_number_that_is_0_beside_the_loss_is_no_reason(pool: WorkerPool) -> None:
+    expected = fitted(DividesByLengthAndReads, None, 4)[0]
+    for losses in pool.run(trained, DividesByLengthAndReads, SINGLE, world_size=2):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_choice_of_units_by_any_of_the_batch_is_told_as_that(pool: WorkerPool) -> None:
+    told = refusal(pool, BranchesBeforeAUnit, layout=SINGLE)
+    assert "any() over samples is the whole batch's while the step runs, but not when it is recorded" in told
 
 
 @pytest.mark.parametrize("kind", [ReducesTheFirst, ReducesTheFirstBeforeAUnit])
