@@ -99,8 +99,8 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_840,
-    ("strategy",): 13_199,
+    ("split",): 12_853,
+    ("strategy",): 13_366,
     ("cli", "conf", "doctor"): 9_269,
     ("telemetry", "callbacks"): 4_318,
     ("schedule",): 4_901,
@@ -110,7 +110,7 @@ BUDGETS = {
     ("sharding",): 3_486,
     ("distributed",): 2_431,
     ("tensor",): 3_102,
-    ("verification",): 750,
+    ("verification",): 762,
 }
 
 

@@ -156,6 +156,14 @@ def memory_number(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+_StorageWeakRef: Any = private("torch.multiprocessing.reductions.StorageWeakRef")
+
+
+def hold_memory_number(tensor: Tensor) -> object:
+    """While the result lives, no other memory gets the :func:`memory_number` of ``tensor``; its data may be freed."""
+    return _StorageWeakRef(tensor.untyped_storage())
+
+
 def dispatch_keys_of(tensor: Tensor) -> int:
     """The kinds of dispatch that ``tensor`` takes part in, as bits."""
     return int(_dispatch_keys(tensor).raw_repr())

@@ -428,6 +428,12 @@ def forget_computed(metric: Metric) -> None:
     metric._computed = None
 
 
+@uses("torchmetrics.Metric._reductions")
+def reductions_of(metric: Metric) -> Mapping[str, Callable[[Any], Any] | None]:
+    """By name of a state of ``metric``, how those of several processes become one; None: they are stacked."""
+    return metric._reductions  # type: ignore[return-value]
+
+
 @uses("torchmetrics.Metric._to_sync")
 @contextmanager
 def computing_locally(metric: Metric) -> Iterator[None]:

@@ -7,9 +7,12 @@ import pickle
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
@@ -33,11 +36,11 @@ class Failure:
     message: str
 
 
-_NOT_STARTED = Failure(
-    "RuntimeError",
-    "a process has ended without a word. If verify() is called at the top of a script, it has to stand under "
-    '`if __name__ == "__main__":`, since each process reads the script again.',
+_HINT = (
+    "If verify() is called at the top of a script, it has to stand under "
+    '`if __name__ == "__main__":`, since each process reads the script again.'
 )
+_NOT_STARTED = Failure("RuntimeError", f"a process could not be started. {_HINT}")
 
 
 def run(job: Job) -> list[Facts] | Failure:
@@ -55,7 +58,7 @@ def run(job: Job) -> list[Facts] | Failure:
             other.close()
             processes.append(process)
             ranks[connection] = rank
-        return _results(ranks)
+        return _results(ranks, processes, job)
     except BrokenPipeError:  # while one was started
         return _NOT_STARTED
     finally:
@@ -64,7 +67,7 @@ def run(job: Job) -> list[Facts] | Failure:
             process.join()
 
 
-def _results(ranks: dict[Connection, int]) -> list[Facts] | Failure:
+def _results(ranks: dict[Connection, int], processes: Sequence[BaseProcess], job: Job) -> list[Facts] | Failure:
     results: dict[int, Facts] = {}
     failures: list[Failure] = []
     deadline = float("inf")
@@ -75,7 +78,7 @@ def _results(ranks: dict[Connection, int]) -> list[Facts] | Failure:
             try:
                 result = connection.recv()
             except EOFError:
-                result = _NOT_STARTED
+                result = _ended(processes[rank], job.folder / f"rank{rank}.log")
             if isinstance(result, Failure):
                 failures.append(result)
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
@@ -84,6 +87,15 @@ def _results(ranks: dict[Connection, int]) -> list[Facts] | Failure:
     # a rank that only hears of another's failure may be the first to say so
     own = [failure for failure in failures if failure.kind != "RankStoppedError"]
     return next(iter([*own, *failures]), None) or [results[rank] for rank in sorted(results)]
+
+
+def _ended(process: BaseProcess, log: Path) -> Failure:
+    """How a process ended that has sent no result."""
+    process.join(_GRACE_S)
+    lines = log.read_text(errors="replace").splitlines()[-8:] if log.exists() else []
+    last = "".join(f"\n  {line}" for line in lines)
+    told = f"a process has ended with exit code {process.exitcode} and without a result"
+    return Failure("RuntimeError", f"{told}. Its last lines:{last}" if lines else f"{told}. {_HINT}")
 
 
 def _run_rank(connection: Connection, job: bytes, rank: int, port: int) -> None:

@@ -15,6 +15,7 @@ from lightning_pp.errors import SplitError
 from lightning_pp.split._torch_private import (
     OperationsMode,
     arg_tree_leaves,
+    hold_memory_number,
     schema_of,
     tree_leaves,
     tree_map,
@@ -131,6 +132,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         self._origins: dict[Source, frozenset[Source]] = {}
         # a storage is known by its address, so it must not be freed and given out again meanwhile
         self._kept_alive: list[Tensor] = []
+        self._numbers_held: list[Any] = []
         self._written: dict[int, frozenset[Source]] = dict(parameters)
         self._written_with_fakes: set[int] = set(parameters)
         # with the storage itself, which must not be freed and its address given out again
@@ -450,7 +452,8 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
 
     def _note_memory(self, func: Any, inputs: list[Tensor], result: Any) -> None:
         """What an operation returns that is no view of what it was given lies in memory of the step's own."""
-        made = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = {storage_of(tensor) for tensor in tensors}
         given = {storage_of(tensor) for tensor in inputs}
         new = made if func is _LIFT_FRESH else made - given
         if func is _LIFT_FRESH or given <= self._constants:
@@ -461,6 +464,8 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
             self._without_batch |= made
         else:
             self._without_batch -= made
+        # what no operation makes, a copy by `deepcopy`, would get the number of what was freed
+        self._numbers_held += [hold_memory_number(tensor) for tensor in tensors if storage_of(tensor) in new - {None}]
         self._own_memory |= new
         if self.call is None:
             self._inter_unit_memory |= new

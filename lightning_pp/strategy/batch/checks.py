@@ -100,18 +100,19 @@ class BatchChecks:
                 stack.enter_context(scope)
             run = preparation.prepare(call, batch, microbatches, seed, 1.0, around=around)
             stack.callback(run.updates.undo)
+            stack.enter_context(preparation.metrics.on_copies())
             before = {(id(buffer), version_of(buffer)) for _, buffer in preparation.module.named_buffers()}
             # one by one, so that each starts from the same generators, or together, for an end on all of them
             each = [[index] for index in range(len(microbatches))]
             outputs: list[Any] = []
             for indices in each if run.whole is None else [list(range(len(microbatches)))]:
-                with preparation.metrics.suspended():
-                    outputs += self.forward(run, indices)
+                outputs += self.forward(run, indices)
             moved = {
                 name: buffer.detach().to(torch.float64, copy=True)
                 for name, buffer in preparation.module.named_buffers()
                 if (id(buffer), version_of(buffer)) not in before and not (is_fake(buffer) or buffer.is_complex())
             }
+            run.logs.take_batch_values(preparation.metrics.batch_values)
             try:
                 return observed(run, outputs if self.groups.is_last_stage else None, moved)
             except Exception as error:  # the other ranks hear of it when outcomes are exchanged

@@ -44,6 +44,7 @@ from lightning_pp.strategy._lightning_private import (
     value_on_batch,
 )
 from lightning_pp.strategy.lightning.patching import replaced
+from lightning_pp.strategy.results.batch_values import BatchValues
 from lightning_pp.strategy.results.log_calls import LogCall, merge_calls, reduction_name, to_tensors
 
 _NOT_KEPT = ("batch_size", "sync_dist", "sync_dist_fn", "sync_dist_group")
@@ -51,8 +52,11 @@ _NOT_KEPT = ("batch_size", "sync_dist", "sync_dist_fn", "sync_dist_group")
 
 @dataclass(frozen=True)
 class _Recorded:
+    """A call of ``log``: its value, and the tensor that the user's code gave, or that the metric computed."""
+
     call: LogCall
     value: Tensor | None
+    given: Tensor | None
 
 
 class StepLogs:
@@ -63,6 +67,7 @@ class StepLogs:
         self._recorded: list[_Recorded] | None = None
         self._is_in_step = False
         self._of_whole_batch: Callable[[Any], Any] | None = None
+        self._given: Tensor | None = None
         # by what `module.log` was called with beside a number: what Lightning made of that, the same all the batch
         self._resolved: dict[Any, tuple[str, dict[str, Any]]] = {}
 
@@ -97,11 +102,12 @@ class StepLogs:
                 if self._of_whole_batch is not None and isinstance(value, Tensor):
                     value = self._of_whole_batch(value)
                 occurrence = sum(earlier.call.name == name and earlier.call.fx == fx for earlier in recorded)
-                recorded.append(_recorded(module, results, fx, name, occurrence, value, options))
+                recorded.append(_recorded(module, results, fx, name, occurrence, value, options, self._given))
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def log_in_step(name: str, value: Any, *args: Any, **options: Any) -> None:
             call = (name, *args, *options.items())
+            self._given = value if isinstance(value, Tensor) else None
             is_number = self._is_in_step and type(value) is Tensor and value.numel() == 1
             if is_number and (known := self._resolved.get(call)) is not None:
                 record(known[0], name, value.clone().detach().squeeze(), **known[1])
@@ -153,6 +159,18 @@ class StepLogs:
             finally:
                 self.end()
 
+    def take_batch_values(self, metrics: BatchValues) -> None:
+        """Puts what ``metrics`` computed for the batch in the place of what they computed for microbatches."""
+        places: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
+        for index in sorted(self._microbatches):
+            for place, item in enumerate(self._microbatches[index]):
+                places.setdefault((item.call.fx, item.call.name, item.call.occurrence), []).append((index, place))
+        for found in places.values():
+            value = metrics.value_of([self._microbatches[index][place].given for index, place in found])
+            for index, place in found if value is not None else ():
+                recorded = self._microbatches[index]
+                recorded[place] = replace(recorded[place], value=value)
+
     def to_host(self, copies: HostCopies) -> None:
         """Puts copies in the place of the recorded values, which a next step may change."""
         for index, recorded in self._microbatches.items():
@@ -171,9 +189,9 @@ class StepLogs:
         A ``batch_size`` that the user gave is summed; it weighs the batch among other batches and the replica among
         replicas.
 
-        The value of a metric on the batch (``on_step=True``) is the weighted mean of its values on the microbatches,
-        which is the batch's own for accuracies and means over samples, and an approximation for others. Its value over
-        the epoch is exact.
+        The value of a metric on the batch has been put in before (:meth:`take_batch_values`). Over replicas it is their
+        weighted mean, which is the global batch's own for accuracies and means over samples, and an approximation for
+        others. Its value over the epoch is exact.
 
         Args:
             weights: Share of each microbatch, by index; they sum to 1.
@@ -266,6 +284,7 @@ def _recorded(
     occurrence: int,
     value: Tensor | Metric,
     options: dict[str, Any],
+    given: Tensor | None,
 ) -> _Recorded:
     batch_size = options["batch_size"]
     kept = {key: option for key, option in options.items() if key not in _NOT_KEPT}
@@ -273,7 +292,8 @@ def _recorded(
     number: Tensor | None
     if isinstance(value, Metric):
         metric = kept["metric_attribute"] = _path_of(module, value, name, kept["metric_attribute"])
-        number = _number_on_batch(value, name) if kept["on_step"] else None
+        given = _value_on_batch(value, name) if kept["on_step"] else None
+        number = None if given is None else given.detach().reshape(())
     else:
         number = value.detach()
         if is_fake(number):
@@ -294,7 +314,7 @@ def _recorded(
         batch_size=batch_size.item() if isinstance(batch_size, Tensor) else batch_size,
         extreme=extreme_of(value) if isinstance(value, Tensor) else None,
     )
-    return _Recorded(call, number)
+    return _Recorded(call, number, given)
 
 
 def _path_of(module: LightningModule, metric: Metric, name: str, attribute: str) -> str:
@@ -314,7 +334,7 @@ def _path_of(module: LightningModule, metric: Metric, name: str, attribute: str)
     )
 
 
-def _number_on_batch(metric: Metric, name: str) -> Tensor | None:
+def _value_on_batch(metric: Metric, name: str) -> Tensor | None:
     cache = value_on_batch(metric)
     if cache is None:
         return None  # `update` was called in place of `forward`: there is no value on the batch, so none is logged
@@ -323,4 +343,4 @@ def _number_on_batch(metric: Metric, name: str) -> Tensor | None:
             f"`self.log({name!r}, metric, on_step=True)` needs a metric whose value on a batch is one number, but "
             f"{type(metric).__name__} returned {cache}. Log its elements one by one, or use on_step=False."
         )
-    return cache.detach().reshape(())
+    return cache

@@ -1,6 +1,7 @@
 """torchmetrics inside a module whose steps run for real only on the last stage.
 
-* In a step, the last stage updates its metrics, once per microbatch; ``forward`` and ``compute`` give local values.
+* In a step, the last stage updates its metrics, once per microbatch; ``forward`` and ``compute`` give local values,
+  of which :class:`~lightning_pp.strategy.results.batch_values.BatchValues` makes the batch's where they are logged.
   Where the step is not for real (other stages, dry runs), :func:`metrics_suspended` keeps metrics out of it.
 * Outside a step (Lightning at the end of an epoch, or the user in a hook), ``compute()`` is called on every rank. The
   last stages of all replicas sync their states, compute, and send the value down their pipelines.
@@ -37,9 +38,13 @@ from lightning_pp.strategy._lightning_private import (
     update_count,
 )
 from lightning_pp.strategy.lightning.patching import InPlaceOf, in_place_of, replaced
+from lightning_pp.strategy.results.batch_values import BatchValues
 
 # What a suspended metric returns, given the metric and all arguments it was called with (none for `compute`).
 Returns = Callable[[Metric, tuple[Any, ...]], Any]
+
+
+_METHODS = ("forward", "update", "compute", "reset")
 
 
 class _Scope(enum.Enum):
@@ -57,6 +62,9 @@ class PipelineMetrics:
     Args:
         module: The user's module.
         groups: The control groups. Metric states are gathered over ``groups.data_parallel``, through the CPU.
+
+    Attributes:
+        batch_values: What metrics computed in the steps since the last :meth:`attach`.
     """
 
     def __init__(self, module: nn.Module, groups: ControlGroups) -> None:
@@ -64,11 +72,16 @@ class PipelineMetrics:
         self._groups = groups
         self._scope = _Scope.OUTSIDE
         self._collected: list[Metric | MetricCollection] = []
+        self.batch_values = BatchValues()
 
     def attach(self) -> None:
-        """Takes over the metrics that the module has now; cheap to repeat, to find those created since."""
+        """Takes over the metrics that the module has now, before each batch; finds those created since."""
         self._collected = _metrics_in(self._module)
-        for metric in self._collected:
+        self._take_over(self._collected)
+        self.batch_values = BatchValues()
+
+    def _take_over(self, metrics: Iterable[Metric | MetricCollection]) -> None:
+        for metric in metrics:
             # a copy of a metric comes with torchmetrics' own `compute`, and needs ours again
             if isinstance(metric, Metric) and not isinstance(metric.compute, InPlaceOf):
                 vars(metric)["compute"] = self._intercepted(metric, metric.compute)
@@ -106,6 +119,18 @@ class PipelineMetrics:
         return _suspended(self._collected, None) if self._collected else nullcontext()
 
     @contextmanager
+    def on_copies(self) -> Iterator[None]:
+        """Within, steps use copies of the metrics, which nobody sees afterwards."""
+        twins = copy.deepcopy(self._collected)  # together, so that a collection has the copies of its metrics
+        self._take_over(twins)
+        self.batch_values = BatchValues()
+        with ExitStack() as stack:
+            for metric, twin in zip(self._collected, twins, strict=True):
+                methods = {name: in_place_of(getattr(metric, name), getattr(twin, name)) for name in _METHODS}
+                stack.enter_context(replaced(metric, **methods))
+            yield
+
+    @contextmanager
     def _scoped(self, scope: _Scope) -> Iterator[None]:
         before, self._scope = self._scope, scope
         try:
@@ -117,12 +142,20 @@ class PipelineMetrics:
         def pipeline_compute(*args: Any, **kwargs: Any) -> Any:
             if self._scope is _Scope.SHARED:
                 return compute(*args, **kwargs)
-            if self._scope is _Scope.LOCAL or is_computing_for_batch(metric):
-                with computing_locally(metric), self._scoped(_Scope.LOCAL):
-                    return compute(*args, **kwargs)
+            is_in_step, on_batch = self._scope is _Scope.LOCAL, is_computing_for_batch(metric)
+            if is_in_step or on_batch:
+                computed = functools.partial(self._locally, metric, functools.partial(compute, *args, **kwargs))
+                value = computed()
+                if is_in_step:
+                    self.batch_values.add(metric, value, computed, on_batch=on_batch)
+                return value
             return self._compute_shared(metric, functools.partial(compute, *args, **kwargs))
 
         return InPlaceOf(pipeline_compute, compute)
+
+    def _locally(self, metric: Metric, compute: Callable[[], Any]) -> Any:
+        with computing_locally(metric), self._scoped(_Scope.LOCAL):
+            return compute()
 
     def _compute_shared(self, metric: Metric, compute: Callable[[], Any]) -> Any:
         mine: list[Any] = []

@@ -107,6 +107,8 @@ class BatchReport:
         if not self.line.groups.is_source:
             return
         copies = HostCopies()
+        if self.metrics is not None:
+            self.logs.take_batch_values(self.metrics.batch_values)
         self.logs.to_host(copies)
         packed: Any = None
         failure: Exception | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,8 +12,16 @@ from parity_run import Layout
 from pipelined_fit import loader
 from pool import WorkerPool
 from small_models import Blocks
-from torch import Tensor
-from torchmetrics import MeanAbsoluteError, MeanMetric, MeanSquaredError, MetricCollection
+from torch import Tensor, nn
+from torchmetrics import (
+    MaxMetric,
+    MeanAbsoluteError,
+    MeanMetric,
+    MeanSquaredError,
+    MetricCollection,
+    PearsonCorrCoef,
+)
+from torchmetrics.classification import BinaryAUROC, BinaryF1Score
 
 LAYOUTS = [Layout("1f1b", 2, 1, 2), Layout("zb_h1", 3, 1, 4)]
 
@@ -50,6 +59,81 @@ def trained_through(layout: Layout | None, kind: str) -> Any:
 def test_the_loss_is_what_a_metric_returns(pool: WorkerPool, layout: Layout, kind: str) -> None:
     losses, _ = check_on_every_rank(pool, trained_through, layout, kind)
     assert losses[-1] < losses[0]
+
+
+class LogsValues(Blocks):
+    """Logs what metrics return, whose values on a batch are no means over its microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = {"rmse": MeanSquaredError(squared=False), "pearson": PearsonCorrCoef()}
+        self.metrics = nn.ModuleDict({name: metric.set_dtype(torch.float64) for name, metric in kinds.items()})
+        self.signs = MetricCollection({"f1": BinaryF1Score(), "auroc": BinaryAUROC()})
+        self.mean, self.largest = (kind().set_dtype(torch.float64) for kind in (MeanMetric, MaxMetric))
+        self.running = MeanSquaredError(squared=False).set_dtype(torch.float64)
+        self.seen: list[dict[str, float]] = []
+
+    def log_all(self, batch: Any, stage: str) -> Tensor:
+        x, y = batch
+        predicted = self(x)
+        loss = nn.functional.mse_loss(predicted, y)
+        flat, target = predicted.detach().flatten(), y.flatten()
+        for name, metric in self.metrics.items():
+            self.log(f"{stage}_{name}", metric(flat, target))
+        self.log_dict({f"{stage}_{name}": v for name, v in self.signs(flat.sigmoid(), (target > 0).int()).items()})
+        self.log(f"{stage}_mean", self.mean(flat))
+        self.log(f"{stage}_largest", self.largest(flat), on_step=True, on_epoch=False)
+        self.running.update(flat, target)
+        self.log(f"{stage}_running", self.running.compute())
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.log_all(batch, "train")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_all(batch, "validated")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(plain(dict(self.trainer.callback_metrics)))
+
+
+def logged_values(layout: Layout | None) -> Any:
+    module = LogsValues()
+    trainer = make_trainer(layout)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader(), loader(seed=2))
+    doubts = [str(each.message) for each in caught if "depends on how the batch is cut" in str(each.message)]
+    return module.seen, plain(dict(trainer.callback_metrics)), doubts
+
+
+@pytest.mark.by_day(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_values_of_metrics_are_logged_as_on_one_device(pool: WorkerPool, schedule: str) -> None:
+    # some metrics keep float32
+    layout = Layout(schedule, 2, 1, 2)
+    seen, logged, doubts = check_on_every_rank(pool, logged_values, layout, tolerance=1e-6)
+    assert len(seen) > 1 and len(logged) == 13 and not doubts
+
+
+class LogsPercentages(LogsValues):
+    def log_all(self, batch: Any, stage: str) -> Tensor:
+        x, y = batch
+        predicted = self(x)
+        self.log(f"{stage}_percent", 100 * self.metrics["rmse"](predicted.detach().flatten(), y.flatten()))
+        return nn.functional.mse_loss(predicted, y)
+
+
+def doubts_about_percentages(layout: Layout) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(layout).fit(LogsPercentages(), loader())
+    return [str(each.message) for each in caught if "train_percent" in str(each.message)]
+
+
+def test_what_is_computed_from_a_value_is_told(pool: WorkerPool) -> None:
+    doubts = pool.run(doubts_about_percentages, LAYOUTS[0], world_size=2)[0]
+    assert doubts[0].startswith("The value that training_step logs as 'train_percent'")
 
 
 class AsksWhetherUpdated(Blocks):
