@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -205,6 +206,26 @@ def test_a_dry_run_leaves_no_trace() -> None:
     assert all(parameter.grad is None and has_data(parameter) for parameter in module.parameters())
     assert {name for name, _ in module.named_buffers()} == {name for name in state if name not in parameters}
     assert {("", "seen"), ("", "table"), ("", "steps"), ("", "last")} <= set(record.mutated_attributes)
+
+
+class WritesIntoCopies(Small):
+    """Writes into a copy that no operation has made, and which may lie where results lay that are gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = torch.zeros(3, 5)
+
+    def training_step(self, batch: Any) -> Tensor:
+        (batch * 0.5).sum()
+        state = copy.deepcopy(self.state)
+        state += 1
+        return super().training_step(batch)
+
+
+def test_memory_that_a_step_was_given_is_not_taken_for_memory_that_is_gone() -> None:
+    """Each rank runs the step for itself, and all have to find the same, wherever memory lies."""
+    edits = [record_of(build(WritesIntoCopies), batches()[0]).edits_batch for _ in range(20)]
+    assert edits == [True] * 20
 
 
 def test_a_batch_that_is_only_read_is_not_said_to_be_edited() -> None:
