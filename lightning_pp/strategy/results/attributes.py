@@ -212,8 +212,8 @@ class _Attribute:
         """Undoes what happened."""
         for each in self._reached.values():
             each.restore()
-        if self._content is not None:
-            self._value[...] = self._content
+        if self._content is not None and not _is_same(self._value, self._content):
+            self._value[...] = self._content  # a write, which autograd would take for one where nothing has changed
         if self._value is _MISSING:
             self._held.pop(self._key, None)
         else:

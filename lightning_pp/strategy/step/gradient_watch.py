@@ -24,9 +24,10 @@ from lightning_pp.strategy.lightning.callers import is_of_lightning, is_of_user
 from lightning_pp.strategy.lightning.patching import replaced
 from lightning_pp.strategy.step.update_hooks import call_within
 
+# not where batches begin and end: there callbacks enter and leave modes of torch, which have to be left in order
 _SEE_GRADIENTS = (
     *("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
-    *("on_train_batch_start", "on_train_batch_end", "optimizer_step"),
+    "optimizer_step",
 )
 _NUM_WATCHED = 2  # calls that look at gradients; one that reads numbers of several is watched always
 _ITEM = torch.ops.aten._local_scalar_dense.default
