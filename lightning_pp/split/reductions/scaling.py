@@ -63,7 +63,7 @@ class Scale(NamedTuple):
 
 
 MADE_OF_A_COUNT = (
-    " calculates with a number that Python made of a count. Where little or nothing is counted in a microbatch, the "
+    "{} calculates with a number that Python made of a count. Where little or nothing is counted in a microbatch, the "
     "number is larger, so the numbers do not add up to that of the batch. Keep the count a tensor "
     "(mask.sum().clamp(min=1) for max(int(mask.sum()), 1)), or set whole_batch_loss=True on the strategy."
 )
@@ -329,10 +329,11 @@ class ScaledStep(OutsideUnits):
         of_none = tuple(n if self.reads_nothing and n % self._num_samples else 0.0 for n in numbers)
         total = self._total(place, (*numbers, *of_none)) if counted else ()
         if any(0 != none != whole for whole, none in zip(total or (), (total or ())[len(counted) :], strict=False)):
-            raise SplitError(fact.line + MADE_OF_A_COUNT)
-        is_part = 1 not in self._reads and any(0 < read < 1 for read in self._reads)  # the share of a small count
-        if is_part and any(degree == 1 and values[index] == 1 for index, degree in where):  # max(mask.sum().item(), 1)
-            raise SplitError(fact.line + MADE_OF_A_COUNT)
+            raise SplitError(MADE_OF_A_COUNT.format(fact.line))
+        # max(mask.sum().item(), 1): it reads the share of a small count, and takes 1
+        is_part = 1 not in self._reads and any(0 < read < 1 for read in self._reads)
+        if is_part and any(degree == 1 and values[index] == 1 for index, degree in where):
+            raise SplitError(MADE_OF_A_COUNT.format(fact.line))
         for index, degree in where:
             degrees[index] = 1.0 if degree is None else degree
         for index, whole in zip(counted, total or (), strict=False):

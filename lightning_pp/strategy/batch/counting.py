@@ -186,7 +186,7 @@ def _refuse_numbers_of_none(counts: Counts, others: Counts, facts: Facts) -> Non
             [part for part in each or () if not isinstance(part, Tensor)] for each in (count, others.get(place, count))
         )
         if of_sample != of_many and (fact := facts.find(place)) is not None:
-            raise SplitError(fact.line + MADE_OF_A_COUNT)
+            raise SplitError(MADE_OF_A_COUNT.format(fact.line))
 
 
 class _Until(dict[Place, Count]):

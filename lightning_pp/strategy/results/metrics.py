@@ -27,6 +27,7 @@ from torchmetrics import CatMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
 from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.split._torch_private import without_dispatch_modes
 from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.reductions.scaling import of_whole_batch, values_as_they_are
 from lightning_pp.strategy._lightning_private import (
@@ -257,10 +258,12 @@ def _value_of_copy(metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any]
     """What ``metric`` would make of one batch; ``otherwise`` where that cannot be told without the batch's values."""
     if not torch.is_grad_enabled():
         return otherwise
-    twin = copy.deepcopy(metric)
+    with without_dispatch_modes():  # to a dry run this would be a write into memory that the step was given
+        twin = copy.deepcopy(metric)
     for name in ("forward", "reset"):
         vars(twin).pop(name)  # those that stand in for the metric's own
     try:
+        twin.reset()  # its states are copies that no operation made; new ones are the step's own
         with computing_locally(twin):
             return twin(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError):

@@ -152,14 +152,14 @@ class _Watch(OperationsMode):  # type: ignore[no-untyped-call]
 
 
 def _address(leaf: Any) -> int | None:
-    """Where a tensor lies: views of all of a gradient, as ``gradient.data``, lie there too."""
+    """Where a tensor lies. ``gradient.data`` lies where the gradient does."""
     if not isinstance(leaf, Tensor) or is_fake(leaf) or leaf.layout is not torch.strided:
         return None
     return (leaf.to_local() if isinstance(leaf, DTensor) else leaf).data_ptr() or None
 
 
 def _is_called_by_user() -> bool:
-    """Whether the user called the operation that runs, through torch or not, and not Lightning or this package."""
+    """Whether the user called the operation that runs, and not Lightning or this package."""
     frame = inspect.currentframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
