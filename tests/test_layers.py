@@ -99,8 +99,8 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_854,
-    ("strategy",): 13_370,
+    ("split",): 12_868,
+    ("strategy",): 13_402,
     ("cli", "conf", "doctor"): 9_269,
     ("telemetry", "callbacks"): 4_318,
     ("schedule",): 4_901,
