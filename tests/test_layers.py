@@ -105,7 +105,7 @@ BUDGETS = {
     ("telemetry", "callbacks"): 4_318,
     ("schedule",): 4_901,
     ("planning",): 5_537,
-    ("runtime",): 4_578,
+    ("runtime",): 4_596,
     ("checkpoint",): 3_668,
     ("sharding",): 3_486,
     ("distributed",): 2_431,

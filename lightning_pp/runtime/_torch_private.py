@@ -22,6 +22,7 @@ are_functorch_transforms_active: Callable[[], bool] = private("torch._C._are_fun
 # a product of rows with one matrix for each group of them, whatever stands in its place while steps run
 grouped_product: Callable[[Tensor, Tensor, Tensor], Tensor] = private("torch._grouped_mm")
 _delayed_error: Any = private("torch._C._functions.DelayedError")
+_record_functions: Callable[[bool], None] = private("torch._C._autograd._enable_record_function")
 _run_engine: Callable[..., Any] = private("torch.autograd.graph._engine_run_backward")
 
 
@@ -38,6 +39,18 @@ def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
         RuntimeError: A gradient has another shape, or a root requires none.
     """
     _run_engine(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def unrecorded(call: Callable[..., Any], *args: Any) -> Any:
+    """``call(*args)``, of which torch's profilers see nothing.
+
+    They write to memory that is freed by then when a work of gloo ends after the profile that it began in. Messages do.
+    """
+    _record_functions(False)
+    try:
+        return call(*args)
+    finally:
+        _record_functions(True)
 
 
 def edge_to(tensor: Tensor) -> GradientEdge:

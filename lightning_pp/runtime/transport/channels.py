@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_pp.distributed.groups import are_aborted, free_bytes, pair_group
 from lightning_pp.distributed.watch.this_rank import RankStoppedError
+from lightning_pp.runtime._torch_private import unrecorded
 from lightning_pp.runtime.transport.route import Message, Route, Stop
 from lightning_pp.runtime.transport.sends import Send, Sends
 from lightning_pp.split.record.step_record import Value
@@ -164,8 +165,12 @@ class Transport:
             # like another tensor torch makes one in half the time that it takes for a shape, a dtype and a device
             tensor = torch.empty_like(lane.alike, memory_format=torch.contiguous_format)
             if not lane.is_empty:
-                work = lane.group.recv([lane.on_wire(tensor)], lane.peer, self._first_tag + lane.tag)
+                work = self._begun(lane.group.recv, lane, tensor)
             self._posted[message.tag] = (work, tensor)
+
+    def _begun(self, begin: Callable[..., Any], lane: _Lane, tensor: Tensor) -> Any:
+        args = [lane.on_wire(tensor)], lane.peer, self._first_tag + lane.tag
+        return unrecorded(begin, *args) if self._device.type == "cpu" else begin(*args)
 
     def receive(self, stop: Stop) -> list[tuple[Value, Tensor]]:
         """Waits for everything that the action needs, once :meth:`post` has been called for it."""
@@ -225,7 +230,7 @@ class Transport:
                 tensor = tensor.reshape(self._num_senders, -1)[dist.get_rank(self._tensor_group)].clone()
             if not lane.is_empty:
                 tensor = tensor.contiguous()
-                work = lane.group.send([lane.on_wire(tensor)], lane.peer, self._first_tag + lane.tag)
+                work = self._begun(lane.group.send, lane, tensor)
             self._sends.add(receiver, Send(work, tensor, message.is_gradient))
 
     def finish(self) -> None:
