@@ -101,7 +101,7 @@ def test_one_layer_makes_process_groups() -> None:
 BUDGETS = {
     ("split",): 12_854,
     ("strategy",): 13_370,
-    ("cli", "conf", "doctor"): 9_269,
+    ("cli", "conf", "doctor"): 9_021,
     ("telemetry", "callbacks"): 4_318,
     ("schedule",): 4_901,
     ("planning",): 5_537,
@@ -110,7 +110,7 @@ BUDGETS = {
     ("sharding",): 3_486,
     ("distributed",): 2_431,
     ("tensor",): 3_102,
-    ("verification",): 762,
+    ("verification",): 705,
 }
 
 
