@@ -106,7 +106,7 @@ BUDGETS = {
     ("schedule",): 4_901,
     ("planning",): 5_540,
     ("runtime",): 4_580,
-    ("checkpoint",): 3_668,
+    ("checkpoint",): 3_657,
     ("sharding",): 3_486,
     ("distributed",): 2_431,
     ("tensor",): 3_080,
