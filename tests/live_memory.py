@@ -23,6 +23,10 @@ class LiveMemory(TorchDispatchMode):
         self._threshold = threshold
         self._known: dict[int, StorageWeakRef] = {}
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # torch's weak references free what they refer to a second time when they have been copied
+        raise TypeError("A LiveMemory cannot be copied: keep it out of the module.")
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}

@@ -99,13 +99,13 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_854,
-    ("strategy",): 13_330,
+    ("split",): 12_868,
+    ("strategy",): 13_362,
     ("cli", "conf", "doctor"): 8_982,
     ("telemetry", "callbacks"): 4_301,
     ("schedule",): 4_901,
     ("planning",): 5_540,
-    ("runtime",): 4_580,
+    ("runtime",): 4_579,
     ("checkpoint",): 3_649,
     ("sharding",): 3_486,
     ("distributed",): 2_431,

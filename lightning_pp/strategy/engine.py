@@ -292,9 +292,11 @@ class PipelineEngine:
         with self._model.cutter.noted(batch, len(microbatches)):
             is_checked = self._checks.check(call, batch, microbatches, self._seed)
             seed, follows_estimates = self._next_seed(training=call.training), is_checked and call.training
-            return self._preparation.prepare(
+            run = self._preparation.prepare(
                 call, batch, microbatches, seed, factor, follows_estimates=follows_estimates
             )
+        self._comparison.compare_plans(call, run.plans)
+        return run
 
     def _next_seed(self, *, training: bool) -> int:
         self._num_batches_run[training] += 1

@@ -28,7 +28,7 @@ Jobs = Callable[[dict[str, Any], Path], dict[str, Any]]
 CAUSES = {
     "exception": r"raised ValueError: the user's own error at .*faulty_job\.py:\d+ in _fail",
     "memory": r"raised MemoryError: cannot allocate 80 GiB",
-    "SIGKILL": r"ended without a message: killed|was killed by SIGKILL",
+    "SIGKILL": r"ended without a message: it was killed|was killed by SIGKILL",
     "SIGSTOP": r"was stopped by a signal and did not continue within 3 s",
     "exit(0)": r"called exit\(0\)",
     "loop": r"kept the others waiting: it has not moved since .*, for \d+ s; its stack: .*faulty_job\.py:\d+ in _loop",

@@ -143,10 +143,9 @@ class Noted(LlamaFloat64Loss):
     """Notes what a forward leaves in memory."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.live = LiveMemory()
-        with self.live:
+        with LiveMemory() as live:
             loss = super().training_step(batch, batch_idx)
-        self.num_bytes = self.live.live_bytes
+        self.num_bytes = live.live_bytes
         return loss
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pp import PipelineParallelStrategy
 
-WIDTH, NUM_BATCHES, SETTLED = 16, 7, 3
+WIDTH, NUM_BATCHES, SETTLED = 16, 11, 3
 THRESHOLD_BYTES = 512
 Batch = dict[str, Tensor]
 
@@ -120,9 +120,12 @@ def test_bytes_of_batches_do_not_stay(
 ) -> None:
     num_ranks = NUM_RANKS.get(str(options), 2)
     for found in pool.run(bytes_in_updates, options, logs, penalty, shrinks, world_size=num_ranks, timeout=120):
-        # the same sizes come again every second batch; logs that are gathered over an epoch are single numbers
+        # logs that are gathered over an epoch are single numbers
         assert len(found) == NUM_BATCHES
-        assert found[SETTLED + 2] <= found[SETTLED] and found[SETTLED + 3] <= found[SETTLED + 1], found
+        for first in (SETTLED, SETTLED + 1):
+            of_one_size = found[first::2]  # sizes alternate
+            # one batch may hold more, while a message or collective is under way; what stays is held by all to come
+            assert min(of_one_size[2:]) <= min(of_one_size[:2]), found
 
 
 class Kept:

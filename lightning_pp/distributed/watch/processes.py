@@ -92,7 +92,7 @@ class Neighbours:
 def _ended(code: int | None) -> str:
     """How a process has ended, as a part of a sentence; by its exit code, None if nobody knows."""
     if code is None:
-        return "ended without a message: killed, perhaps because memory ran out"
+        return "ended without a message: it was killed, or crashed in native code"
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return f"was killed by {name}{', perhaps because memory ran out' if name == 'SIGKILL' else ''}"

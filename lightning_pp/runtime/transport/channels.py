@@ -67,9 +67,8 @@ class Transport:
 
     Gloo finds the receive for a message by its tag. NCCL knows no tags and matches by order, so there each direction of
     each pair of ranks that has messages is a channel, a group of its own, made by the two alone. The first message of a
-    channel makes the connection, and who sends or receives it waits for the other side on the host. A receive that is
-    posted ahead would so wait for ever for a message that this rank's own work leads to; hence all channels of a route
-    are opened before its first message, in the order of :func:`opening_order`.
+    channel makes the connection, and who sends or receives it waits for the other side on the host. So all channels of
+    a route are opened before its first message, in the order of :func:`opening_order`.
 
     Args:
         ranks: Global ranks of the pipeline, in pipeline order.

@@ -72,6 +72,20 @@ class StepPlan:
         """Numbers of the operations between units whose results cross."""
         return operations_that_cross(edge.value for edge in self.edges)
 
+    def messages(self) -> list[str]:
+        """Every edge in words, for a comparison of ranks."""
+        return [
+            f"{self._name(edge.value)}, {str(edge.spec.dtype).removeprefix('torch.')} of shape {edge.spec.shape}, from "
+            f"stage {edge.source} to stage {edge.target}{' and its gradient back' if edge.has_gradient else ''}"
+            for edge in self.edges
+        ]
+
+    def _name(self, value: Value) -> str:
+        if value.made_by_unit:
+            return f"output {value.leaf} of unit call {value.call} ({self.record.calls[value.call].unit!r})"
+        place = self.record.operations[value.leaf].place
+        return f"result {value.leaf} of the code between units ({place.name}, after {place.num_calls} unit calls)"
+
     def resized(self, record: StepRecord) -> StepPlan:
         """The plan of a step that does the same on tensors of other sizes."""
         edges = {edge: replace(edge, spec=record.spec(edge.value)) for edge in self.edges}

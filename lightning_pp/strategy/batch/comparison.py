@@ -1,15 +1,21 @@
-"""All ranks of a pipeline run the same batch, and know the same parameters to be frozen."""
+"""All ranks of a pipeline run the same batch, plan the same messages, and know the same parameters to be frozen."""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, check_same_given, fingerprint
 from lightning_pp.distributed.sizes import ParallelSizes
+from lightning_pp.errors import SplitError
+from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.strategy.batch.run import StepCall
 from lightning_pp.strategy.step.data import reads_streams, warn_equal_streams
 from lightning_pp.strategy.step.frozen import FrozenParameters
@@ -35,6 +41,7 @@ class BatchComparison:
     frozen: FrozenParameters
     rank: int
     _fingerprint: Fingerprint | None = field(default=None, init=False)
+    _compared: WeakSet[StepPlan] = field(default_factory=WeakSet, init=False)
 
     def note(self, batch: Any, number: int, number_in_run: int) -> None:
         """Remembers the fingerprint of the batch that is about to be run: of all of it in a run's first batches."""
@@ -56,6 +63,29 @@ class BatchComparison:
                 warn_equal_streams(groups.gather(mine.numbers, "the first batch of an epoch"))
         elif call.training and self.sizes.ranks_of_batch > 1:
             self.frozen.check(call.batch_idx)
+
+    def compare_plans(self, call: StepCall, plans: Sequence[StepPlan]) -> None:
+        """Raises :class:`SplitError` where ranks would send one another different tensors; every rank has to call it.
+
+        Plans are made on each rank for itself, from the same batch. Each is compared once.
+        """
+        new = [plan for plan in dict.fromkeys(plans) if plan not in self._compared]
+        if not new or self.sizes.ranks_of_batch == 1:
+            return
+        self._compared.update(new)
+        mine = [message for plan in new for message in plan.messages()]
+        if len(set(self.groups.gather_in_pipeline(zlib.crc32("\n".join(mine).encode())))) == 1:
+            return
+        told = self.groups.gather_in_pipeline((self.rank, mine))
+        (first, its), (other, others) = told[0], next(each for each in told if each[1] != told[0][1])
+        pairs = zip_longest(its, others, fillvalue="nothing more")
+        one, another = next((a, b) for a, b in pairs if a != b)
+        raise SplitError(
+            f"The ranks of one pipeline planned different messages for batch {call.batch_idx} of {call.step}. Rank "
+            f"{first} expects {one}. Rank {other} expects {another}. Nothing was sent. The step must do the same on "
+            "every rank of a pipeline: it must not depend on the rank, on time, or on random numbers that differ "
+            "between ranks."
+        )
 
     def take(self) -> Fingerprint | None:
         """The fingerprint of the batch under way, for its report."""

@@ -108,18 +108,8 @@ class EagerTransport(ChannelTransport):
     matches_by_tag = True
 
 
-class UnopenedTransport(EagerTransport):
-    """The same, where the first message of a channel is whatever comes first."""
-
-    def _open(self, channel: tuple[int, int]) -> None:
-        pass
-
-
 @contextmanager
 def channels_of(kind: type[ChannelTransport]) -> Iterator[None]:
     ChannelTransport.made = itertools.count()  # workers are used again
-    with (
-        patch("lightning_pp.strategy.connection.Transport", kind),
-        patch.object(ConnectingChannel, "patience_s", 3.0 if kind is UnopenedTransport else 60.0),
-    ):
+    with patch("lightning_pp.strategy.connection.Transport", kind):
         yield
