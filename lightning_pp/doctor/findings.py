@@ -1,4 +1,4 @@
-"""Plain data of the doctor: a check, what its processes came to, and what was found."""
+"""Plain data of the doctor: a check, and what was found."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from lightning_pp.rank_processes import Outcome
 
 
 class Status(str, Enum):
@@ -58,46 +60,6 @@ class Rank:
     is_quick: bool
     folder: Path
     note: Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How one rank's process of a check ended.
-
-    Attributes:
-        rank: Global rank.
-        value: What the check returned there; None if it did not return.
-        error: ``Type: message`` of what it raised; empty if it raised nothing.
-        noted: What it had last told of.
-        noted_after_s: Seconds from the start of the check until it told that.
-        exit_code: Of the process, as ``multiprocessing`` gives it; None: it ran until the time limit.
-        seconds: From the start of the check to the end of the process, or to the limit.
-        output: What it printed, and the stacks of its threads if it had to be ended; the last of it.
-    """
-
-    rank: int
-    value: Any = None
-    error: str = ""
-    noted: str = ""
-    noted_after_s: float = 0.0
-    exit_code: int | None = None
-    seconds: float = 0.0
-    output: str = ""
-
-    @property
-    def has_returned(self) -> bool:
-        """Whether the check ran through."""
-        return self.exit_code == 0 and not self.error
-
-    def __str__(self) -> str:
-        while_doing = f" ({self.noted})" if self.noted else ""
-        if self.error:
-            return f"rank {self.rank}{while_doing} raised {self.error}"
-        if self.exit_code is None:
-            return f"rank {self.rank}{while_doing} had not ended after {self.seconds:.0f} s"
-        if self.exit_code < 0:
-            return f"rank {self.rank}{while_doing} was ended by signal {-self.exit_code}"
-        return f"rank {self.rank}{while_doing} ended with code {self.exit_code}"
 
 
 @dataclass(frozen=True)

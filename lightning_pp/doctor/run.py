@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
+from functools import partial
 
 from lightning_pp.doctor.checks import all_checks
-from lightning_pp.doctor.child import Job, Options
+from lightning_pp.doctor.child import Options, run_check
 from lightning_pp.doctor.findings import Check, Finding, Row, Status
-from lightning_pp.doctor.processes import GRACE_S, run_processes
 from lightning_pp.doctor.teams import Team
+from lightning_pp.rank_processes import RankJob, run_processes
+
+_GRACE_S = 15.0
+"""How long the other ranks have to end after one has failed: those of a training do so within ten seconds."""
 
 
 def examine(team: Team, options: Options, tell: Callable[[str], None] = lambda title: None) -> list[Row]:
@@ -48,11 +53,10 @@ def _rows(number: int, check: Check, team: Team, options: Options, limit_s: floa
         finding = Finding(Status.WARNING, found, f"Run it by itself: --only {check.name}.")
         return [Row(check.title, check.shows, finding, 0.0)]
     folder.mkdir(parents=True, exist_ok=True)  # on a host that does not see the leader's
-    jobs = [
-        Job(check.title, rank, environment, options, folder, team.shares_device)
-        for rank, environment in of_ranks.items()
-    ]
-    mine = run_processes(jobs, limit_s, None if check.judge_ends is not None else GRACE_S)
+    work = pickle.dumps(partial(run_check, check.title, options, folder, team.shares_device))
+    jobs = [RankJob(rank, work, folder / f"output-{rank}.txt", environment) for rank, environment in of_ranks.items()]
+    grace_s = None if check.judge_ends is not None else _GRACE_S
+    mine = run_processes(jobs, "lightning_pp.doctor.child", limit_s=limit_s, grace_s=grace_s)
     outcomes = team.share(number, mine, limit_s)
     if not team.is_leader:
         return []

@@ -16,8 +16,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_pp.distributed.launcher_store import attempt_store
-from lightning_pp.doctor.findings import Outcome
 from lightning_pp.doctor.sharing import variables_of_rank
+from lightning_pp.rank_processes import Outcome, variables_on_this_host, variables_to_meet
 
 _SLACK = timedelta(seconds=90)
 _PREFIX = "lightning_pp_doctor_"
@@ -61,13 +61,7 @@ class Team:
         self._kept = [store, folder]  # those of the check before go
         of_ranks = {
             rank: {
-                "GROUP_RANK": "0",
-                "GROUP_WORLD_SIZE": "1",
-                "ROLE_RANK": str(rank),
-                "ROLE_WORLD_SIZE": str(self.num_ranks),
-                "LOCAL_WORLD_SIZE": str(self.num_ranks),
-                "LOCAL_RANK": str(rank),
-                **_met_at("127.0.0.1", store.port, rank, self.num_ranks),
+                **variables_on_this_host(rank, self.num_ranks, store.port),
                 **(variables_of_rank(rank, self.num_ranks) if self.shares_device else {}),
             }
             for rank in range(self.num_ranks)
@@ -112,7 +106,7 @@ class LauncherTeam(Team):
         mine = {name: os.environ[name] for name in _OWN_OF_LAUNCHER if name in os.environ}
         mine["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", str(self._rank))
         mine.setdefault("LOCAL_WORLD_SIZE", str(num_ranks_here))
-        mine |= _met_at(os.environ["MASTER_ADDR"], port, self._rank, self.num_ranks)
+        mine |= variables_to_meet(self._rank, self.num_ranks, os.environ["MASTER_ADDR"], port)
         return {self._rank: mine}, Path(name), limit_s
 
     def share(self, number: int, outcomes: Sequence[Outcome], limit_s: float) -> list[Outcome]:
@@ -148,17 +142,3 @@ def team_of(devices: int | None) -> Team:
         devices: Ranks of each check; None: one for each CUDA device, or two on a CPU. Not with a launcher.
     """
     return LauncherTeam() if is_launched() else Team(devices or torch.cuda.device_count() or 2)
-
-
-def _met_at(address: str, port: int, rank: int, num_ranks: int) -> dict[str, str]:
-    """Variables of a rank whose job's store is served at an address."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": f"doctor-{port}",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # it is there before the ranks are
-    }

@@ -25,7 +25,7 @@ from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.split.data.microbatch import BatchDim, SplitBatch
 from lightning_pp.split.head.choice import SplitHead
 from lightning_pp.split.unit_calls.units import units_that_hold
-from lightning_pp.tensor import Plan
+from lightning_pp.tensor.plans import Plan
 
 OnNonFinite = Literal["error", "skip", "ignore"]
 UnequalData = Literal["error", "shortest"]

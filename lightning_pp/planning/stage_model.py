@@ -31,7 +31,8 @@ from lightning_pp.split.record.plan import StepPlan, build_plan, direct_paramete
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.record.unfinished import with_units_not_reached
 from lightning_pp.split.unit_calls.units import discover_units, is_block_list, refine_unit, with_refined
-from lightning_pp.tensor import TensorParallelUnits, TensorPart
+from lightning_pp.tensor.parts import TensorPart
+from lightning_pp.tensor.units import TensorParallelUnits
 
 _MOST_REFINEMENTS = 32
 

@@ -23,7 +23,9 @@ from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.head.parts import HeadPart, is_head
 from lightning_pp.split.record.step_record import StepRecord
-from lightning_pp.tensor import Plan, PlannedGroup, TensorParallelUnits, tied_along_vocabulary, without_data
+from lightning_pp.tensor.functions import PlannedGroup
+from lightning_pp.tensor.plans import Plan, tied_along_vocabulary
+from lightning_pp.tensor.units import TensorParallelUnits, without_data
 
 Call = tuple[str, tuple[Any, Any]]
 """The name of a unit with its arguments, without data."""

@@ -15,7 +15,8 @@ from lightning_pp.runtime._torch_private import is_compiled
 from lightning_pp.runtime.split_backward.compiled import CAPTURE_OPTIONS, DeferringBackend
 from lightning_pp.runtime.split_backward.deferral import weight_gradients_may_wait
 from lightning_pp.split.head.parts import HeadPart
-from lightning_pp.tensor import CutForward, PartsBackend
+from lightning_pp.tensor.compiling import PartsBackend
+from lightning_pp.tensor.units import CutForward
 
 NOTHING_TO_COMPILE = (
     "compile compiles nothing: every unit of the model is a single layer of torch. Such layers are not compiled, "

@@ -338,7 +338,7 @@ class PipelineEngine:
                     [run.plans[index] for index in indices],
                     run_step,
                     scaled(loss_of, self._precision, self.device) if trains else None,
-                    run.scaled.loss_weights,
+                    run.scopes.scaled.loss_weights,
                     run.seed,
                     self.gradients.stages,
                     self._programs.queued_bytes if trains else None,
@@ -372,7 +372,7 @@ class PipelineEngine:
             where = f"{self.finite.where()}, on rank {self.mesh.get_rank()} (stage {stage}, the last)"
         return BatchReport(
             self._connection.messages,
-            run.logs,
+            run.scopes.logs,
             run.merged,
             batch=ReportedBatch(run.weights, run.num_samples, self._comparison.take(), where, raises),
             device=self.device,
@@ -390,7 +390,7 @@ class PipelineEngine:
             with suppress(RuntimeError):  # of a rank that has stopped as well
                 self._executor.drain()  # who still waits for a gradient of this rank's is to hear of this error, too
             raise
-        run.attributes.apply(changes)
+        run.scopes.attributes.apply(changes)
         self.finite.note_loss(report.nonfinite)
         return output
 

@@ -18,26 +18,9 @@ from lightning_pp.telemetry.timeline.step import Timeline
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Means of one stage over some steps.
+    """Means of one stage over some steps; :data:`~lightning_pp.telemetry.metric_table.STAGE_METRICS` says what each is.
 
-    Attributes:
-        forward_ms: One microbatch's F, milliseconds.
-        backward_input_ms: One microbatch's I; of a schedule that does not split the backward, all of it (B).
-        backward_weight_ms: One microbatch's W; 0 where the backward is not split.
-        bubble_fraction: ``1 - work / span`` of the stage's rank.
-        p2p_wait_ms: Time a step in which the rank stood waiting for what this stage needed from other ranks.
-        peak_memory_gib: The most that the stage's rank held (:func:`read_peak_memory_gib`).
-        backward_ms: One microbatch's whole backward: I and W, or B.
-        sent_bytes: Bytes that the stage sends to other ranks in a step.
-        memory_allocated_gib: What the stage's rank holds now (:func:`read_memory_gib`).
-        memory_reserved_gib: What is reserved for it.
-        activations_gib: The most that the stage's rank holds of microbatches between their F and their W, by the
-            simulation of the step; 0 where none was made.
-        gather_exposed_ms: Time a step in which the rank stood waiting for gathers of the stage's parameters.
-        gather_hidden_ms: Time a step in which these ran beside other work.
-        reduce_exposed_ms: Time a step in which the rank stood waiting for reductions of the stage's gradients.
-        reduce_hidden_ms: Time a step in which these ran beside other work.
-        gradient_norm: 2-norm of the stage's gradients at the latest update, before clipping; None if not looked at.
+    ``activations_gib`` is 0 where no step was simulated, and ``gradient_norm`` None where nobody looked.
     """
 
     forward_ms: float

@@ -10,25 +10,3 @@ this rank's part, so that sharding, deferral and optimizers treat it as any othe
 * :mod:`.compiling` has units compiled;
 * :mod:`.check` compares each unit with itself run whole.
 """
-
-from __future__ import annotations
-
-from lightning_pp.tensor.compiling import PartsBackend
-from lightning_pp.tensor.functions import PlannedGroup
-from lightning_pp.tensor.parts import TensorPart, part_of, whole_of
-from lightning_pp.tensor.plans import Plan, check_sizes, tied_along_vocabulary
-from lightning_pp.tensor.units import CutForward, TensorParallelUnits, without_data
-
-__all__ = [
-    "CutForward",
-    "PartsBackend",
-    "Plan",
-    "PlannedGroup",
-    "TensorParallelUnits",
-    "TensorPart",
-    "check_sizes",
-    "part_of",
-    "tied_along_vocabulary",
-    "whole_of",
-    "without_data",
-]

@@ -17,11 +17,12 @@ from lightning_pp.doctor.checks import all_checks, environment
 from lightning_pp.doctor.checks.failures import judge_ends
 from lightning_pp.doctor.child import Options
 from lightning_pp.doctor.command import main
-from lightning_pp.doctor.findings import Outcome, Row, Status
+from lightning_pp.doctor.findings import Row, Status
 from lightning_pp.doctor.run import examine
 from lightning_pp.doctor.teams import Team
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.hardware.links import links_measured
+from lightning_pp.rank_processes import Outcome
 
 TITLES = [check.title for check in all_checks()]
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.split.data.tree import leaves_of, map_leaves
-from lightning_pp.tensor import TensorParallelUnits, whole_of
+from lightning_pp.tensor.parts import whole_of
+from lightning_pp.tensor.units import TensorParallelUnits
 
 
 def outcome(unit: nn.Module, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:

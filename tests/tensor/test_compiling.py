@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lightning_pp.runtime.compilation import CompiledUnits
 from lightning_pp.runtime.split_backward.deferral import collect_weight_gradients, weight_gradients_deferrable
 from lightning_pp.runtime.split_backward.queue import WeightGradientQueue
-from lightning_pp.tensor import TensorParallelUnits
 from lightning_pp.tensor.aside import FLOPS_PER_BYTE
+from lightning_pp.tensor.units import TensorParallelUnits
 
 BY_DAY, OWN = ["block", "encoder_layer"], ["viewed", "gated", "decoder_layer", "multihead"]
 OF_TRANSFORMERS = ["llama", "llama-eager", "llama_one_key_head", "gpt2", "gpt2-eager", "vit", "phi3"]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pool import WorkerPool
 from tensor_run import compare
 
-from lightning_pp.tensor import TensorParallelUnits
+from lightning_pp.tensor.units import TensorParallelUnits
 
 QKV, MLP = ("attn.qkv.weight", "attn.qkv.bias", "attn.out.weight"), ("mlp.0.weight", "mlp.0.bias", "mlp.2.weight")
 SELF = ("self_attn.in_proj_weight", "self_attn.in_proj_bias", "self_attn.out_proj.weight")

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from pool import WorkerPool
 
-from lightning_pp.tensor import TensorPart, part_of, whole_of
-from lightning_pp.tensor.parts import rank_pieces
+from lightning_pp.tensor.parts import TensorPart, part_of, rank_pieces, whole_of
 
 
 def gathered(segments: tuple[int, ...], dim: int) -> tuple[torch.Tensor, torch.Tensor]:

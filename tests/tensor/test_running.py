@@ -27,8 +27,9 @@ from lightning_pp.runtime.split_backward.deferral import (
 )
 from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.fakes.fake_mode import FakeValueMode
-from lightning_pp.tensor import TensorParallelUnits, part_of, whole_of
 from lightning_pp.tensor.aside import FLOPS_PER_BYTE
+from lightning_pp.tensor.parts import part_of, whole_of
+from lightning_pp.tensor.units import TensorParallelUnits
 
 
 def sharded(

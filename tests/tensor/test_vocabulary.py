@@ -15,7 +15,8 @@ from tensor_models import WIDTH, hidden
 from tensor_run import outcome
 from torch import Tensor, nn
 
-from lightning_pp.tensor import TensorParallelUnits, whole_of
+from lightning_pp.tensor.parts import whole_of
+from lightning_pp.tensor.units import TensorParallelUnits
 
 WORDS = 40
 

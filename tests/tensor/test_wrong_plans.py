@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from wrong_models import WRONG
 
 from lightning_pp.errors import ConfigurationError, SplitError
-from lightning_pp.tensor import TensorParallelUnits, check_sizes
+from lightning_pp.tensor.plans import check_sizes
+from lightning_pp.tensor.units import TensorParallelUnits
 
 
 def refusal(unit: nn.Module, plan: Any, observes: bool = True) -> str:

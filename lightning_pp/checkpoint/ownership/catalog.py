@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -60,20 +60,12 @@ class ParameterCatalog:
         return cls(names=names, owners=held, shapes=shapes, canonical=canonical)
 
     def with_optimizers(self, module: Module, optimizers: Sequence[Optimizer]) -> ParameterCatalog:
-        """Add the groups of optimizers over the parameters of the unsplit module.
-
-        Raises:
-            ValueError: An optimizer holds a parameter that is not the module's.
-        """
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-
-        def names_of(parameters: Iterable[torch.Tensor]) -> tuple[str, ...]:
-            parameters = list(parameters)
-            if unknown := [tuple(parameter.shape) for parameter in parameters if id(parameter) not in names]:
-                raise ValueError(f"the optimizer holds parameters that are not the module's, of shapes {unknown[:10]}")
-            return tuple(names[id(parameter)] for parameter in parameters)
-
-        groups = tuple(tuple(names_of(group["params"]) for group in o.param_groups) for o in optimizers)
+        """Add the groups of optimizers; all their parameters are those of the unsplit module."""
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        groups = tuple(
+            tuple(tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups)
+            for optimizer in optimizers
+        )
         return replace(self, optimizer_groups=groups)
 
     @property

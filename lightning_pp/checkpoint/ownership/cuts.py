@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_pp.checkpoint._torch_private import tree_map_only
-from lightning_pp.tensor import TensorPart, whole_of
+from lightning_pp.tensor.parts import TensorPart, whole_of
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog
 from lightning_pp.checkpoint.ownership.cuts import NO_CUTS, Cuts, blocks_of
 from lightning_pp.errors import CheckpointError, enumerate_names
 from lightning_pp.sharding._torch_private import dtensor_of
-from lightning_pp.tensor import TensorPart, part_of
+from lightning_pp.tensor.parts import TensorPart, part_of
 
 
 @dataclass(frozen=True)

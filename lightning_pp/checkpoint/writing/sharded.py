@@ -31,7 +31,7 @@ from lightning_pp.checkpoint.storage import torch_storage as storage
 from lightning_pp.checkpoint.storage.location import Location, locate
 from lightning_pp.checkpoint.storage.torch_storage import Blocks, KeyPath, RemoteWriter, TyingWriter
 from lightning_pp.errors import CheckpointError
-from lightning_pp.tensor import TensorPart
+from lightning_pp.tensor.parts import TensorPart
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,6 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print(schedule_table(plan))
     if shown.without is not None:
         console.print(Text(whole_batch_text(plan, shown)), soft_wrap=True)
-        console.print(whole_batch_table(plan))
     if plan.time_with_collectives > plan.shown.time_in_a_row:
         console.print(Text(collectives_text(plan)), soft_wrap=True)
     for unusable in plan.table.unusable:
@@ -265,38 +264,6 @@ def whole_batch_text(plan: Plan, planned: PlannedSchedule) -> str:
         f"activations holds {numbers.gib(planned.most_activations)} GiB of them with it and "
         f"{numbers.gib(before.most_activations)} GiB without."
     )
-
-
-def whole_batch_table(plan: Plan) -> Table:
-    """Every schedule with and without ``whole_batch_loss``, on one cut."""
-    unit = plan.costs.unit
-    table = Table(
-        title="The price of whole_batch_loss: with it / without",
-        caption="Activations: on the rank that has most of them. Without: the same cut, in the order of the schedule.",
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("schedule", no_wrap=True)
-    for heading in ("stages", f"step {unit}", f"in a row {unit}", "bubble", "microbatches", "activations GiB"):
-        table.add_column(heading, justify="right")
-    for planned in plan.table.usable:
-        if planned.without is None:
-            continue
-        both, placement = (planned, planned.without), planned.schedule.placement
-        columns = (
-            [numbers.milliseconds(one.step_time) for one in both],
-            [numbers.milliseconds(one.time_in_a_row) for one in both],
-            [f"{one.bubble_fraction:.1%}" for one in both],
-            [f"{max(one.peak_microbatches):.3g}" for one in both],
-            [numbers.gib(one.most_activations) for one in both],
-        )
-        table.add_row(
-            planned.name,
-            f"{placement.num_stages}{' V' if placement.kind == 'V' else ''}",
-            *map(" / ".join, columns),
-            style="bold" if planned is plan.table.best else "",
-        )
-    return table
 
 
 def schedule_table(plan: Plan) -> Table:

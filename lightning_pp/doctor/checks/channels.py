@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_pp.distributed.groups import free_bytes
 from lightning_pp.doctor.checks.groups import join, neighbours, open_channels, settle
 from lightning_pp.doctor.findings import Check, Finding, Rank, Status
 from lightning_pp.runtime.transport.link_speed import Link, measure_links
@@ -26,11 +27,11 @@ def look(rank: Rank) -> dict[str, Any]:
     """Opens a channel in each direction of each pair, checks what arrives, and measures."""
     join(rank)
     pairs = _pairs(rank.num_ranks)
-    free_before = _free_bytes(rank.device)
+    free_before = free_bytes(rank.device)
     started = time.monotonic()
     channels = open_channels(rank, "doctor/channels", pairs)
     opened_s = time.monotonic() - started
-    taken = free_before - _free_bytes(rank.device)
+    taken = free_before - free_bytes(rank.device)
     wrong = [pair for pair, channel in channels.items() if not _arrives(rank, pair, channel)]
     for channel in channels.values():
         channel.shutdown()
@@ -120,13 +121,6 @@ def _arrives(rank: Rank, pair: tuple[int, int], channel: Any) -> bool:
     received = torch.empty_like(sent)
     channel.recv([received], 0, 0).wait()
     return bool(torch.equal(received, sent))
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    settle(device)
-    return int(torch.cuda.mem_get_info(device)[0])
 
 
 CHECKS = [

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_pp.doctor.checks.trainings import Batch, Chain, batches, loader, num_blocks_for, trainer_for
-from lightning_pp.doctor.findings import Check, Finding, Outcome, Rank, Status
+from lightning_pp.doctor.findings import Check, Finding, Rank, Status
+from lightning_pp.rank_processes import Outcome
 
 _AT_BATCH = 2
 _MOST_S = 60.0

@@ -112,7 +112,7 @@ class BatchChecks:
                 for name, buffer in preparation.module.named_buffers()
                 if (id(buffer), version_of(buffer)) not in before and not (is_fake(buffer) or buffer.is_complex())
             }
-            run.logs.take_batch_values(preparation.metrics.batch_values)
+            run.scopes.logs.take_batch_values(preparation.metrics.batch_values)
             try:
                 return observed(run, outputs if self.groups.is_last_stage else None, moved)
             except Exception as error:  # the other ranks hear of it when outcomes are exchanged

@@ -59,14 +59,14 @@ def observed(run: BatchRun, outputs: Sequence[Any] | None, buffers: Mapping[str,
     losses = [loss_of(output).detach() for output in outputs] if run.call.training else []
     merged, changes = run.merged(outputs)
     return Observed(
-        {**run.attributes.values_by_name(changes), **buffers},
-        Left(run.attributes.places, changes, buffers),
-        run.attributes.moves(),
+        {**run.scopes.attributes.values_by_name(changes), **buffers},
+        Left(run.scopes.attributes.places, changes, buffers),
+        run.scopes.attributes.moves(),
         merged,
         [float(loss) for loss in losses],
         losses[0].dtype if losses else None,
         run.weights,
-        run.logs.merge(run.weights, run.num_samples),
+        run.scopes.logs.merge(run.weights, run.num_samples),
     )
 
 

@@ -30,12 +30,7 @@ from lightning_pp.strategy.batch.differences import Around
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.batch.scaling import BatchScaling, ScaledBatch, TwoSizes, two_sizes
 from lightning_pp.strategy.batch.scopes import StepScopes
-from lightning_pp.strategy.batch.whole_batch import (
-    END_OF_BATCH,
-    WholeBatchScopes,
-    ending_with_batch,
-    in_one_piece,
-)
+from lightning_pp.strategy.batch.whole_batch import END_OF_BATCH, ending_with_batch, in_one_piece
 from lightning_pp.strategy.results.attributes import StepAttributes, kept_by_step
 from lightning_pp.strategy.results.logs import StepLogs
 from lightning_pp.strategy.results.metrics import PipelineMetrics
@@ -141,11 +136,7 @@ class BatchPreparation:
             among_replicas=around is None,
             follows_estimates=follows_estimates,
         )
-        logs = StepLogs()
-        scopes = StepScopes(
-            self.module, self._precision, logs, self.metrics, attributes, scaled, self.split.placement, self._rank
-        )
-        return BatchRun(call, microbatches, plans, seed, call_part, scaled, logs, attributes, scopes, updates)
+        return BatchRun(call, microbatches, plans, seed, call_part, self._scopes(attributes, scaled), updates)
 
     def _record_at(
         self,
@@ -184,14 +175,13 @@ class BatchPreparation:
         # the batch comes last, at END_OF_BATCH
         call_part = self._caller(call, [*(each.data for each in microbatches), batch], [plan.tail], updates, around)
         # without corrections: the loss is that of the whole batch already
-        logs, scaled = StepLogs(), ScaledBatch([factor] * number, lambda: None)
-        scopes = WholeBatchScopes(
-            self.module, self._precision, logs, self.metrics, attributes, scaled, self.split.placement, self._rank
-        )
+        scopes = self._scopes(attributes, ScaledBatch([factor] * number, lambda: None), ends_with_batch=True)
         work = WholeBatch(plan, partial(scopes.run_tail, partial(call_part, END_OF_BATCH, None)), factor)
-        return BatchRun(
-            call, microbatches, plan.parts, seed, call_part, scaled, logs, attributes, scopes, updates, work
-        )
+        return BatchRun(call, microbatches, plan.parts, seed, call_part, scopes, updates, work)
+
+    def _scopes(self, attributes: StepAttributes, scaled: ScaledBatch, *, ends_with_batch: bool = False) -> StepScopes:
+        of_rank = self.split.placement, self._rank, ends_with_batch
+        return StepScopes(self.module, self._precision, StepLogs(), self.metrics, attributes, scaled, *of_rank)
 
     def _caller(
         self,

@@ -10,10 +10,7 @@ from lightning_pp.runtime.whole_batch import WholeBatch
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.weight_updates import RepeatedUpdates
 from lightning_pp.split.record.plan import StepPlan
-from lightning_pp.strategy.batch.scaling import ScaledBatch
 from lightning_pp.strategy.batch.scopes import StepScopes
-from lightning_pp.strategy.results.attributes import StepAttributes
-from lightning_pp.strategy.results.logs import StepLogs
 from lightning_pp.strategy.results.outputs import merge_outputs
 from lightning_pp.strategy.results.reports import Merged
 
@@ -50,10 +47,7 @@ class BatchRun:
         plans: What every stage does with each.
         seed: Seed of the step.
         call_step: Runs the user's step on the microbatch of an index, on a stage (None: in a rehearsal).
-        scaled: Weights and corrections.
-        logs: Gets what the steps log.
-        attributes: Those that the steps change.
-        scopes: What surrounds the steps.
+        scopes: What surrounds the steps: weights and corrections, logs, attributes that the steps change.
         updates: Parameters that the steps write into.
         whole: What is done once at the end, on the whole batch; None where each microbatch's step runs to its end.
     """
@@ -63,9 +57,6 @@ class BatchRun:
     plans: Sequence[StepPlan]
     seed: int
     call_step: Callable[[int, int | None], Any]
-    scaled: ScaledBatch
-    logs: StepLogs
-    attributes: StepAttributes
     scopes: StepScopes
     updates: RepeatedUpdates
     whole: WholeBatch | None = None
@@ -90,4 +81,4 @@ class BatchRun:
         """What the step returned for the whole batch, and what it changed on the module."""
         counting = outputs[: len(self.weights)]
         merged = merge_outputs(counting, self.num_samples_each, self.weights)
-        return merged, self.attributes.merged(self.num_samples_each, self.weights)
+        return merged, self.scopes.attributes.merged(self.num_samples_each, self.weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,10 +20,11 @@ from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.step.dry_steps import collectives_refused
 
 
+@dataclass(eq=False)
 class StepScopes:
     """Enters as much as it can once for the whole batch: a step runs once for each microbatch and stage.
 
-    Args:
+    Attributes:
         module: The user's module.
         precision: The precision plugin.
         logs: Records what the last stage's steps log.
@@ -31,70 +33,65 @@ class StepScopes:
         scaled: Makes what the last stage's steps compute stand for the whole batch.
         placement: Which stages this rank has.
         rank: Its place in the pipeline.
+        ends_with_batch: Whether only the run on the whole batch runs to the end of the step, and logs and changes
+            anything; otherwise that of each microbatch on the last stage.
     """
 
-    ends_each_microbatch = True
-    """Whether every run of the last stage's step runs to its end."""
+    module: pl.LightningModule
+    precision: Precision
+    logs: StepLogs
+    metrics: PipelineMetrics
+    attributes: StepAttributes
+    scaled: ScaledBatch
+    placement: Placement
+    rank: int
+    ends_with_batch: bool = False
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        precision: Precision,
-        logs: StepLogs,
-        metrics: PipelineMetrics,
-        attributes: StepAttributes,
-        scaled: ScaledBatch,
-        placement: Placement,
-        rank: int,
-    ) -> None:
-        self._module = module
-        self._logs = logs
-        self._metrics = metrics
-        self._attributes = attributes
-        self._scaled = scaled
-        self._last_stage = placement.num_stages - 1
-        stages = placement.stages_of_rank(rank)
+    def __post_init__(self) -> None:
+        self._last_stage = self.placement.num_stages - 1
+        stages = self.placement.stages_of_rank(self.rank)
         # whether this rank's runs of the step run to its end; None where some do and some do not
         self._are_last: bool | None = None
         if self._last_stage not in stages:
             self._are_last = False
-        elif len(stages) == 1 and self.ends_each_microbatch:
+        elif len(stages) == 1 and not self.ends_with_batch:
             self._are_last = True
-        is_plain = isinstance(precision.forward_context(), nullcontext)
-        self._forward_context: Callable[[], AbstractContextManager[Any]] | None = (
-            None if is_plain else precision.forward_context
-        )
+        self._is_plain = isinstance(self.precision.forward_context(), nullcontext)
 
     @contextmanager
     def of_batch(self) -> Iterator[None]:
         """Around all steps of the batch."""
         with (
-            self._logs.installed(self._module),
+            self.logs.installed(self.module),
             self._metrics_scope(self._are_last),
-            collectives_refused(self._module, "The step"),
+            collectives_refused(self.module, "The step"),
         ):
             yield
 
     def run(self, step: Callable[[], Any], microbatch: int, stage: int) -> Any:
-        """Runs the user's step for one microbatch and stage."""
-        return self._run(step, microbatch, is_last=stage == self._last_stage)
+        """Runs the user's step for one microbatch and stage; with ``ends_with_batch`` up to its last unit."""
+        return self._run(step, microbatch, is_last=stage == self._last_stage and not self.ends_with_batch)
+
+    def run_tail(self, step: Callable[[], Any]) -> Any:
+        """Runs it on the whole batch, with ``ends_with_batch``."""
+        return self._run(step, 0, is_last=True)
 
     def _run(self, step: Callable[[], Any], microbatch: int, *, is_last: bool) -> Any:
         scopes: list[AbstractContextManager[Any]] = []
         scaled: ScaledStep | None = None
         if is_last:
-            self._scaled.wait_for_replica_counts()
-            scaled = self._scaled.step_of(microbatch)
+            self.scaled.wait_for_replica_counts()
+            scaled = self.scaled.step_of(microbatch)
         of_whole_batch = None if scaled is None else scaled.of_whole_batch
-        if self._forward_context is not None:
-            scopes.append(self._forward_context())
-        if self._are_last is None and self._metrics.are_there:
+        if not self._is_plain:
+            scopes.append(self.precision.forward_context())
+        if self._are_last is None and self.metrics.are_there:
             scopes.append(self._metrics_scope(is_last))
-        if self._attributes.names:
-            scopes.append(self._attributes.of_microbatch(microbatch, of_whole_batch, active=is_last))
+        if self.attributes.names:
+            scopes.append(self.attributes.of_microbatch(microbatch, of_whole_batch, active=is_last))
         if scaled is not None:
             scopes += uncompiled_outside_units(), scaled
-        self._logs.begin(microbatch if is_last else None, of_whole_batch)
+        self.logs.begin(microbatch if is_last else None, of_whole_batch)
         try:
             if not scopes:
                 return step()
@@ -103,14 +100,14 @@ class StepScopes:
                     stack.enter_context(scope)
                 output = step()
         finally:
-            self._logs.end()
+            self.logs.end()
         if scaled is None:
             return output
-        self._scaled.check_complete(microbatch, scaled)
-        self._scaled.check_loss(output)
+        self.scaled.check_complete(microbatch, scaled)
+        self.scaled.check_loss(output)
         return scaled.of_whole_batch(output)
 
     def _metrics_scope(self, is_last: bool | None) -> AbstractContextManager[None]:
         if is_last is None:
             return nullcontext()
-        return self._metrics.step() if is_last else self._metrics.suspended()
+        return self.metrics.step() if is_last else self.metrics.suspended()

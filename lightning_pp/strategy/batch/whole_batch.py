@@ -1,4 +1,4 @@
-"""A batch whose step ends once, on all of it (``whole_batch_loss``): what surrounds its runs."""
+"""A batch whose step ends once, on all of it (``whole_batch_loss``): the run on it, and those before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.record.step_record import StepRecord
-from lightning_pp.strategy.batch.scopes import StepScopes
 
 END_OF_BATCH = -1
 """In the place of a microbatch's index: the run of the step on the whole batch."""
@@ -32,20 +31,3 @@ def ending_with_batch(step: Callable[[DryRun], Any], end: StepRecord | None = No
 def in_one_piece(batch: Any, microbatches: Sequence[Microbatch]) -> Microbatch:
     """The batch as one microbatch."""
     return Microbatch(batch, sum(microbatch.num_samples for microbatch in microbatches), 1.0)
-
-
-class WholeBatchScopes(StepScopes):
-    """No microbatch's run of the step logs or changes anything; that on the whole batch does.
-
-    The arguments are those of :class:`StepScopes`.
-    """
-
-    ends_each_microbatch = False
-
-    def run(self, step: Callable[[], Any], microbatch: int, stage: int) -> Any:
-        """Runs the user's step for one microbatch and stage, up to its last unit."""
-        return self._run(step, microbatch, is_last=False)
-
-    def run_tail(self, step: Callable[[], Any]) -> Any:
-        """Runs it on the whole batch."""
-        return self._run(step, 0, is_last=True)

@@ -18,7 +18,7 @@ from lightning_pp.planning.tensor_parts import Call, head_and_tied
 from lightning_pp.sharding.shard_updates import is_elementwise
 from lightning_pp.split.head.parts import HeadPart
 from lightning_pp.strategy.surroundings import Surroundings
-from lightning_pp.tensor import TensorParallelUnits
+from lightning_pp.tensor.units import TensorParallelUnits
 
 
 def tensor_parallel_units(split: SplitModel, given: Surroundings, calls: Sequence[Call]) -> TensorParallelUnits | None:

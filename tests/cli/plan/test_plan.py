@@ -460,7 +460,6 @@ def test_price_of_whole_batch_loss_is_told_beside_what_would_be_without(tmp_path
     assert f"({shown['time_in_a_row'] / before['time_in_a_row'] - 1:+.1%})" in text
     bubbles = f"{shown['bubble_fraction']:.1%} with it and {before['bubble_fraction']:.1%} without"
     assert f"The bubble is {bubbles}." in text
-    assert "The price of whole_batch_loss: with it / without" in text
     assert plan.shown.without is not None and not plan.shown.without.schedule.whole_batch_loss
 
 
