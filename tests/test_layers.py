@@ -96,8 +96,8 @@ def test_one_layer_makes_process_groups() -> None:
         assert not found, f"{path.relative_to(PACKAGE)} calls {found}; groups are made in lightning_pp/distributed"
 
 
-# Lines of each room, docstrings included, rounded up to the next fifty. A feature pays for its lines by taking others
-# out, so these numbers go down; one that goes up is a decision, and is told in the commit.
+# Lines of each room, docstrings included. A feature pays for its lines by taking others out, so these numbers go down;
+# one that goes up is a decision, and is told in the commit.
 BUDGETS = {
     ("split",): 12_868,
     ("strategy",): 13_362,
@@ -111,7 +111,9 @@ BUDGETS = {
     ("distributed",): 2_431,
     ("tensor",): 3_080,
     ("verification",): 705,
+    ("recipes",): 1_745,
 }
+LINES_OUTSIDE_OF_ROOMS = 895
 
 
 @pytest.mark.parametrize("rooms", BUDGETS, ids="-".join)
@@ -119,6 +121,12 @@ def test_a_room_keeps_its_budget_of_lines(rooms: tuple[str, ...]) -> None:
     files = [path for room in rooms for path in (PACKAGE / room).rglob("*.py")]
     assert files
     assert sum(len(path.read_text().splitlines()) for path in files) <= BUDGETS[rooms]
+
+
+def test_every_file_is_in_a_room_that_has_a_budget_or_counts_with_those_outside() -> None:
+    rooms = {room for each in BUDGETS for room in each}
+    outside = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in rooms]
+    assert sum(len(path.read_text().splitlines()) for path in outside) <= LINES_OUTSIDE_OF_ROOMS
 
 
 MOST_LINES, MOST_PARAMETERS = 60, 8
