@@ -90,7 +90,7 @@ class StepScopes:
             scopes.append(self._forward_context())
         if self._are_last is None and self._metrics.are_there:
             scopes.append(self._metrics_scope(is_last))
-        if self._attributes.names:
+        if self._attributes.places:
             scopes.append(self._attributes.of_microbatch(microbatch, of_whole_batch, active=is_last))
         if scaled is not None:
             scopes += uncompiled_outside_units(), scaled
