@@ -106,7 +106,7 @@ BUDGETS = {
     ("schedule",): 4_901,
     ("planning",): 5_537,
     ("runtime",): 4_579,
-    ("checkpoint",): 3_668,
+    ("checkpoint",): 3_673,
     ("sharding",): 3_486,
     ("distributed",): 2_431,
     ("tensor",): 3_102,
