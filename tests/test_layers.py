@@ -100,7 +100,7 @@ def test_one_layer_makes_process_groups() -> None:
 # out, so these numbers go down; one that goes up is a decision, and is told in the commit.
 BUDGETS = {
     ("split",): 12_854,
-    ("strategy",): 13_363,
+    ("strategy",): 13_369,
     ("cli", "conf", "doctor"): 9_269,
     ("telemetry", "callbacks"): 4_318,
     ("schedule",): 4_901,

@@ -37,11 +37,11 @@ def kept_by_step(
 ) -> tuple[tuple[str, str], ...]:
     """Of the ``(module name, attribute)`` that a dry run saw change, those that this module looks after.
 
-    Metrics look after themselves, and what lies inside a unit belongs to its stage. Numbers of the module are among
-    them in any case: a count of made-up values may be 0.
+    Metrics look after themselves, and what lies inside a unit belongs to its stage. Numbers of the module, also in
+    dicts and short lists, are among them in any case: a count of made-up values may be 0.
     """
     prefixes = tuple(unit + "." for unit in units)
-    numbers = [("", key) for key, value in vars(module).items() if is_number(value) or type(value) is np.ndarray]
+    numbers = [("", key) for key, value in vars(module).items() if type(value) is np.ndarray or _has_number(value)]
     return tuple(
         (name, attribute)
         for name, attribute in dict.fromkeys([*mutated, *numbers])
@@ -167,6 +167,12 @@ class _Attributes:
             self._before[key][...] = self._content[key]
         for key in self._keys:
             _put(self.container, key, self._before.get(key, Absent.DELETED))
+
+
+def _has_number(value: Any) -> bool:
+    held = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    inner = (item for each in held[:1000] if isinstance(each, dict) for item in each.values())
+    return len(held) <= 1000 and any(map(is_number, (*held, *inner)))
 
 
 def _put(held: Any, key: Any, change: Any) -> None:

@@ -28,6 +28,7 @@ class Appends(Classifier):
         self.last = torch.zeros((), dtype=torch.float64)
         self.best = float("inf")
         self.by_batch: dict[int, int] = {}
+        self.num_right: dict[str, Any] = {"train": {"right": 0}, "all": 0}
         self.seen: list[Any] = []
 
     def of_batch(self, batch: Any) -> dict[str, Any]:
@@ -57,6 +58,9 @@ class Appends(Classifier):
         self.was_seen[batch[1].numpy()] = True
         self.last = 0.5 * self.last + result["loss"].detach()
         self.best = min(self.best, result["loss"].item() if self.best == float("inf") else self.best)
+        right = self.entries[-1]["num_right"]
+        self.num_right["all"] += right
+        self.num_right["train"]["right"] += right
         self.by_batch[self.global_step] = 1
         self.by_batch.pop(self.global_step - 2, None)
         return result
@@ -76,7 +80,9 @@ class Appends(Classifier):
 def appended(layout: Layout | None) -> Any:
     module = make(Appends)
     make_trainer(layout).fit(module, Data(num_train=22, num_val=10))
-    return plainly([module.seen, module.counts, module.num_seen, module.was_seen, module.best, module.by_batch])
+    return plainly(
+        [module.seen, module.counts, module.num_seen, module.was_seen, module.best, module.by_batch, module.num_right]
+    )
 
 
 def plainly(value: Any) -> Any:
