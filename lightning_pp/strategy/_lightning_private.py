@@ -319,6 +319,18 @@ def log_resolved(
     connector._current_fx = hook
 
 
+@uses("lightning.pytorch.LightningModule._LightningModule__to_tensor")
+def noting_logged(module: pl.LightningModule, note: Callable[[Any], None]) -> dict[str, Callable[..., Tensor]]:
+    """By name a method that Lightning's ``log`` calls for each value, also from a user's override, with ``note``."""
+    to_tensor: Callable[..., Tensor] = vars(pl.LightningModule)["_LightningModule__to_tensor"]
+
+    def noted(value: Any, name: str) -> Tensor:
+        note(value)
+        return to_tensor(module, value, name)
+
+    return {"_LightningModule__to_tensor": noted}
+
+
 @uses(
     "lightning.pytorch.Trainer._logger_connector",
     f"{_CONNECTORS}.logger_connector.logger_connector._LoggerConnector._current_fx",

@@ -281,6 +281,7 @@ class PipelineEngine:
 
     def _prepare(self, call: StepCall, batch: Any, factor: float) -> BatchRun:
         """Cuts the batch, and checks it if it is one of the first; losses are multiplied by ``factor``."""
+        self.metrics.attach()
         microbatches = self._model.cutter.cut(batch, for_training=call.training)
         if call.training and self.has_failed:
             self.gradients.abandon()

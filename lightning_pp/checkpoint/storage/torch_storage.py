@@ -16,6 +16,7 @@ import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, TypeAlias, cast
@@ -331,6 +332,12 @@ class NamingReader(FileSystemReader):
         self._folder = path
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        self._table.storage_meta = self._table.storage_meta or StorageMeta()
+        self._table.storage_meta.load_id = self.load_id
+        return self._table
+
+    @cached_property
+    def _table(self) -> Metadata:
         file = self._folder / TABLE_FILENAME
         try:
             with naming(file, "read"), file.open("rb") as content:
@@ -345,8 +352,6 @@ class NamingReader(FileSystemReader):
             raise CheckpointError(f"{file} is not read: {error}") from error
         except Exception as error:
             raise _damaged(file, error) from error
-        table.storage_meta = table.storage_meta or StorageMeta()
-        table.storage_meta.load_id = self.load_id
         return table
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

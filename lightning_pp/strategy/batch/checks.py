@@ -100,7 +100,7 @@ class BatchChecks:
                 stack.enter_context(scope)
             run = preparation.prepare(call, batch, microbatches, seed, 1.0, around=around)
             stack.callback(run.updates.undo)
-            stack.enter_context(preparation.metrics.on_copies())
+            stack.enter_context(preparation.metrics.untouched())
             before = {(id(buffer), version_of(buffer)) for _, buffer in preparation.module.named_buffers()}
             # one by one, so that each starts from the same generators, or together, for an end on all of them
             each = [[index] for index in range(len(microbatches))]

@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,9 +28,11 @@ from torch import Tensor, nn
 from lightning_pp.errors import enumerate_names
 from lightning_pp.split.comparison.consistency import Culprit, is_close
 from lightning_pp.split.data.tree import leaves_of
+from lightning_pp.strategy.batch.run import BatchRun
 from lightning_pp.strategy.batch.scaling import PER_MICROBATCH
-from lightning_pp.strategy.results.attributes import Left, add_up
+from lightning_pp.strategy.results.learned import is_number
 from lightning_pp.strategy.results.log_calls import LogCall
+from lightning_pp.strategy.results.reports import Merged
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -44,30 +47,33 @@ _TURN_OFF = "check_first_batches=False on the strategy turns this check off."
 class Observed:
     """What a step made of a batch; on other stages than the last only what it wrote into their buffers.
 
+    It is merged once it is asked for: by then it is known which numbers add up.
+
     Attributes:
-        changes: By attribute of the module, what became of it.
-        left: The same, to be made again.
-        moves: What each microbatch added to attributes that are numbers.
-        output: What it returned.
+        buffers: Those that it wrote into, as float64.
+        run: The batch.
+        outputs: What the step returned for each microbatch; nothing on other stages than the last.
         losses: The loss of each microbatch, for a training step.
         loss_dtype: Their dtype.
-        weights: Share of each microbatch.
         logs: What it logged.
     """
 
-    changes: Mapping[str, Any]
-    left: Left
-    moves: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    output: Any = None
-    losses: Sequence[float] = ()
-    loss_dtype: torch.dtype | None = None
-    weights: Sequence[float] = ()
-    logs: Sequence[LogCall] = ()
+    buffers: Mapping[str, Tensor]
+    run: BatchRun
+    outputs: Sequence[Any]
+    losses: Sequence[float]
+    loss_dtype: torch.dtype | None
+    logs: Sequence[LogCall]
+
+    @cached_property
+    def merged(self) -> Merged:
+        """What the step returned, and what became of attributes."""
+        return self.run.merged(self.outputs) if self.outputs else (None, {})
 
     @property
     def loss(self) -> float:
         """Of all microbatches."""
-        return sum(loss * weight for loss, weight in zip(self.losses, self.weights, strict=True))
+        return sum(loss * weight for loss, weight in zip(self.losses, self.run.weights, strict=False))
 
 
 @dataclass(frozen=True)
@@ -106,14 +112,6 @@ class Found:
     culprit: Culprit | None = None
     moved: Sequence[str] = ()
     auxiliary: Sequence[str] = ()
-
-    @property
-    def text_about_auxiliary(self) -> str:
-        """What to tell the user of auxiliary losses."""
-        return (
-            "The difference comes from an auxiliary loss alone, which is made of all samples of a microbatch together, "
-            f"such as the balance loss of a mixture of experts: {', '.join(self.auxiliary)}."
-        )
 
 
 def tolerance_of(module: nn.Module, compute: torch.dtype | None, device: torch.device) -> float:
@@ -160,10 +158,11 @@ def _loss_differences(step: str, whole: Observed, parts: Observed, tolerance: fl
 
 
 def _attribute_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
-    for name, value in whole.changes.items():
-        if add_up(whole.moves.get(name), parts.moves.get(name)):
-            continue
-        other, what = parts.changes.get(name), f"The attribute {name!r} that {step} changes"
+    mine, its = (
+        {**each.run.scopes.attributes.values_by_name(each.merged[1]), **each.buffers} for each in (whole, parts)
+    )
+    for name, value in mine.items():
+        other, what = its.get(name), f"The attribute {name!r} that {step} changes"
         found = _first_other(value, other, tolerance)
         numbers = len(leaves_of(value)), len(leaves_of(other))
         if numbers[0] != numbers[1]:
@@ -184,8 +183,8 @@ def _log_differences(step: str, whole: Observed, parts: Observed, tolerance: flo
 
 
 def _output_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
-    is_loss = bool(whole.losses) and isinstance(whole.output, Tensor)
-    found = None if is_loss else _first_other(whole.output, parts.output, tolerance)
+    is_loss = bool(whole.losses) and isinstance(whole.merged[0], Tensor)
+    found = None if is_loss else _first_other(whole.merged[0], parts.merged[0], tolerance)
     if found is not None:
         yield Difference(f"A value that {step} returns", False, False, *found)
 
@@ -215,7 +214,7 @@ def _numbers(leaf: Any, other: Any) -> tuple[Tensor, Tensor] | None:
         if leaf.shape != other.shape or not leaf.is_floating_point():
             return None
         return leaf.detach().double().cpu(), other.detach().double().cpu()
-    if isinstance(leaf, (int, float)) and isinstance(other, (int, float)) and not isinstance(leaf, bool):
+    if is_number(leaf) and is_number(other):
         return torch.tensor(float(leaf)).double(), torch.tensor(float(other)).double()
     return None
 
@@ -250,18 +249,21 @@ def text_about(difference: Difference, found: Found, sizes: Sequence[int], line:
         f"{difference.what} ({line}) depends on how the batch is cut: it is {difference.whole:.6g} for {total} samples "
         f"in one piece and {difference.parts:.6g} for the same samples as {cut}, as a pipeline computes it."
     )
-    moved = found.moved
     if found.auxiliary:
-        return f"{told} {found.text_about_auxiliary} {PER_MICROBATCH} {_TURN_OFF}"
-    if moved:
-        names = enumerate_names(list(map(repr, moved)), 3)
         reason = (
-            f"The step writes into {'buffers' if len(moved) > 1 else 'a buffer'} of the module ({names}). A pipeline "
-            "does so in every microbatch, and the next microbatch reads what was written. One device does so once for "
-            "the batch. Do this in on_train_batch_end, or set num_microbatches=1."
+            "The difference comes from an auxiliary loss alone, which is made of all samples of a microbatch together, "
+            f"such as the balance loss of a mixture of experts: {', '.join(found.auxiliary)}. {PER_MICROBATCH}"
         )
-        return f"{told} {reason} {_TURN_OFF}"
-    return f"{told} {_reason(difference, found.culprit)} {_TURN_OFF}"
+    elif found.moved:
+        names, what = enumerate_names(list(map(repr, found.moved)), 3), "buffers" if found.moved[1:] else "a buffer"
+        reason = (
+            f"The step writes into {what} of the module ({names}). A pipeline does so in every microbatch, and the "
+            "next microbatch reads what was written. One device does so once for the batch. Do this in "
+            "on_train_batch_end, or set num_microbatches=1."
+        )
+    else:
+        reason = _reason(difference, found.culprit)
+    return f"{told} {reason} {_TURN_OFF}"
 
 
 def _reason(difference: Difference, culprit: Culprit | None) -> str:

@@ -19,6 +19,7 @@ from lightning_pp.split.comparison.auxiliary import AuxiliaryLosses
 from lightning_pp.split.comparison.consistency import Culprit, Seen, are_only_losses, first_culprit, is_close, watched
 from lightning_pp.split.comparison.draws import Draws
 from lightning_pp.split.data.microbatch import Microbatch
+from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.record.source_lines import UNKNOWN_LINE, innermost_user_line
 from lightning_pp.strategy.batch.differences import (
     MIX_BEFORE,
@@ -34,7 +35,8 @@ from lightning_pp.strategy.batch.differences import (
 from lightning_pp.strategy.batch.run import BatchRun
 from lightning_pp.strategy.batch.scaling import TwoSizes
 from lightning_pp.strategy.batch.whole_batch import END_OF_BATCH
-from lightning_pp.strategy.results.attributes import Left, learn_which_add_up
+from lightning_pp.strategy.results.attributes import StepAttributes
+from lightning_pp.strategy.results.learned import Learned
 from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, loss_of
 
 Outcome = Observed | Exception
@@ -50,22 +52,17 @@ def observed(run: BatchRun, outputs: Sequence[Any] | None, buffers: Mapping[str,
         NoLossError: A training step returned None for all of them.
         ConfigurationError: It did so for some of them.
     """
-    if outputs is None:
-        return Observed(buffers, Left((), (), buffers))
-    outputs = outputs[: len(run.weights)]
+    outputs = [] if outputs is None else outputs[: len(run.weights)]
     num_skipped = sum(output is None for output in outputs)
     if run.call.training and 0 < num_skipped < len(outputs):
         raise ConfigurationError(SKIPPED_IN_PART)
     losses = [loss_of(output).detach() for output in outputs] if run.call.training else []
-    merged, changes = run.merged(outputs)
     return Observed(
-        {**run.scopes.attributes.values_by_name(changes), **buffers},
-        Left(run.scopes.attributes.places, changes, buffers),
-        run.scopes.attributes.moves(),
-        merged,
+        buffers,
+        run,
+        outputs,
         [float(loss) for loss in losses],
         losses[0].dtype if losses else None,
-        run.weights,
         run.scopes.logs.merge(run.weights, run.num_samples),
     )
 
@@ -180,28 +177,35 @@ class PartCheck:
             )
         if not (isinstance(whole, Observed) and isinstance(parts, Observed)):
             return draws.differ, []
-        learn_which_add_up(self.module, whole.moves, parts.moves)
+        if whole.outputs:
+            whole.run.scopes.attributes.learned.learn(
+                [partial(each.run.merged, each.outputs) for each in (whole, parts)]
+            )
         return draws.differ, find_differences(self.step, whole, parts, self.tolerance)
 
     def _attributes_matter(self, observe: Observe, whole: Outcome, parts: Outcome) -> bool:
         """Whether the step computes something else with the attributes that the whole has left than with the parts'."""
-        mine = [each.left for each in (whole, parts) if isinstance(each, Observed)]
-        told = self.groups.gather_in_pipeline(mine if self.groups.is_last_stage else None)
+        mine = [each for each in (whole, parts) if isinstance(each, Observed)]
+        left = [(each.run.scopes.attributes.places, each.merged[1], each.buffers) for each in mine]
+        told = self.groups.gather_in_pipeline(left if self.groups.is_last_stage else None)
         of_last_stage = next(each for each in told if each is not None)
 
-        def after(changes: Sequence[Left], on_whole: Around) -> Around:
+        def after(left: tuple[Any, Any, Mapping[str, Tensor]], own: Mapping[str, Tensor], on_whole: Around) -> Around:
             @contextmanager
             def around(index: int, stage: int | None) -> Iterator[None]:
-                for each in changes:
-                    each.apply(self.module)
+                places, changes, buffers = left
+                StepAttributes(self.module, places, Learned()).apply(changes)
+                for name, buffer in self.module.named_buffers():
+                    if name in (known := {**buffers, **own}) and not is_fake(buffer):
+                        buffer.copy_(known[name])
                 with on_whole(index, stage):
                     yield
 
             return around
 
-        pairs = zip(of_last_stage, mine, strict=True)
         first, second = (
-            _outcome(observe, [self.sizes.whole], after(changes, self._of_whole(Draws()))) for changes in pairs
+            _outcome(observe, [self.sizes.whole], after(left, each.buffers, self._of_whole(Draws())))
+            for left, each in zip(of_last_stage, mine, strict=True)
         )
         outcomes = self.groups.all_or_none(partial(self._compared, first, second, Draws()), "What attributes do")
         matters = any(not difference.is_attribute for _, found in outcomes for difference in found)

@@ -32,6 +32,7 @@ from lightning_pp.strategy.batch.scaling import BatchScaling, ScaledBatch, TwoSi
 from lightning_pp.strategy.batch.scopes import StepScopes
 from lightning_pp.strategy.batch.whole_batch import END_OF_BATCH, ending_with_batch, in_one_piece
 from lightning_pp.strategy.results.attributes import StepAttributes, kept_by_step
+from lightning_pp.strategy.results.learned import Learned
 from lightning_pp.strategy.results.logs import StepLogs
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.step.dry_steps import call_step
@@ -85,6 +86,7 @@ class BatchPreparation:
         self.allows_auxiliary = surroundings.options.batches.auxiliary_losses == "per_microbatch"
         self._scaling = BatchScaling(groups, counting, allows_auxiliary=self.allows_auxiliary)
         self._plan_whole = lru_cache(maxsize=256)(plan_whole_batch)
+        self._learned = Learned()
         self._recordings = RecordingWatch(split.plans)
         self._attributes = AttributesOutsideUnits(module, split.units, _LIGHTNINGS_ATTRIBUTES)
 
@@ -120,7 +122,7 @@ class BatchPreparation:
         plans = self._plans(call, microbatches, seeds, state)
         for plan in dict.fromkeys(plans):
             refuse_carried_state(self.module, call.step, plan.record, len(microbatches))
-        attributes, updates = StepAttributes(self.module, self._kept_by(plans)), self._updates_of(plans)
+        attributes, updates = self._kept_by(plans), self._updates_of(plans)
         call_part = self._caller(call, [microbatch.data for microbatch in microbatches], plans, updates, around)
 
         def rehearse(index: int) -> Any:
@@ -171,7 +173,7 @@ class BatchPreparation:
         plans = self._plans(call, microbatches, seeds, state, of_batch.record)
         refuse_carried_state(self.module, call.step, of_batch.record, number)
         plan = self._plan_whole(of_batch, tuple(plans), tuple(each.num_samples for each in microbatches))
-        attributes, updates = StepAttributes(self.module, self._kept_by([plan.tail])), self._updates_of([plan.tail])
+        attributes, updates = self._kept_by([plan.tail]), self._updates_of([plan.tail])
         # the batch comes last, at END_OF_BATCH
         call_part = self._caller(call, [*(each.data for each in microbatches), batch], [plan.tail], updates, around)
         # without corrections: the loss is that of the whole batch already
@@ -252,9 +254,10 @@ class BatchPreparation:
     def _rehearses(self, microbatch: Microbatch) -> bool:
         return self._is_dynamic or holds_objects(microbatch.data)
 
-    def _kept_by(self, plans: Sequence[StepPlan]) -> tuple[tuple[str, str], ...]:
+    def _kept_by(self, plans: Sequence[StepPlan]) -> StepAttributes:
         mutated = dict.fromkeys(name for plan in plans for name in plan.record.mutated_attributes)
-        return kept_by_step(self.module, list(mutated), list(self.split.units))
+        kept = kept_by_step(self.module, list(mutated), list(self.split.units))
+        return StepAttributes(self.module, kept, self._learned)
 
     def two_sizes(self, microbatches: Sequence[Microbatch], batch: Any) -> TwoSizes | None:
         """A part of ``batch`` at two sizes, as a check or a comparison of dry runs takes it."""

@@ -79,6 +79,6 @@ class BatchRun:
 
     def merged(self, outputs: Sequence[Any]) -> Merged:
         """What the step returned for the whole batch, and what it changed on the module."""
-        counting = outputs[: len(self.weights)]
-        merged = merge_outputs(counting, self.num_samples_each, self.weights)
-        return merged, self.scopes.attributes.merged(self.num_samples_each, self.weights)
+        shares = self.num_samples_each, self.weights
+        merged = merge_outputs(outputs[: len(self.weights)], *shares, self.scopes.attributes.learned, self.call.step)
+        return merged, self.scopes.attributes.merged(*shares)

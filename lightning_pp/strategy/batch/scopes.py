@@ -87,7 +87,7 @@ class StepScopes:
             scopes.append(self.precision.forward_context())
         if self._are_last is None and self.metrics.are_there:
             scopes.append(self._metrics_scope(is_last))
-        if self.attributes.names:
+        if self.attributes.places:
             scopes.append(self.attributes.of_microbatch(microbatch, of_whole_batch, active=is_last))
         if scaled is not None:
             scopes += uncompiled_outside_units(), scaled

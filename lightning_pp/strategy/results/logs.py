@@ -23,6 +23,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from lightning_pp.strategy._lightning_private import (
     ResultCollection,
     hook_that_logs_kept,
     log_resolved,
+    noting_logged,
     results_of,
     set_value_on_batch,
     value_on_batch,
@@ -67,7 +69,7 @@ class StepLogs:
         self._recorded: list[_Recorded] | None = None
         self._is_in_step = False
         self._of_whole_batch: Callable[[Any], Any] | None = None
-        self._given: Tensor | None = None
+        self._given: Any = None
         # by what `module.log` was called with beside a number: what Lightning made of that, the same all the batch
         self._resolved: dict[Any, tuple[str, dict[str, Any]]] = {}
 
@@ -107,9 +109,9 @@ class StepLogs:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def log_in_step(name: str, value: Any, *args: Any, **options: Any) -> None:
             call = (name, *args, *options.items())
-            self._given = value if isinstance(value, Tensor) else None
             is_number = self._is_in_step and type(value) is Tensor and value.numel() == 1
             if is_number and (known := self._resolved.get(call)) is not None:
+                self._given = value
                 record(known[0], name, value.clone().detach().squeeze(), **known[1])
                 return
             asked[:] = [call] if is_number else []
@@ -126,7 +128,7 @@ class StepLogs:
         own = {"log": log_in_step} if type(module).log is LightningModule.log else {}  # an override sees every call
         with (
             replaced(results, log=torch.compiler.disable(record), reset=reset_outside),  # type: ignore[no-untyped-call]
-            replaced(module, **own),
+            replaced(module, **own, **noting_logged(module, partial(setattr, self, "_given"))),
             hook_that_logs_kept(module.trainer),
         ):
             yield

@@ -65,7 +65,7 @@ class PipelineMetrics:
         groups: The control groups. Metric states are gathered over ``groups.data_parallel``, through the CPU.
 
     Attributes:
-        batch_values: What metrics computed in the steps since the last :meth:`attach`.
+        batch_values: What metrics computed in the steps of the batch.
     """
 
     def __init__(self, module: nn.Module, groups: ControlGroups) -> None:
@@ -78,11 +78,8 @@ class PipelineMetrics:
     def attach(self) -> None:
         """Takes over the metrics that the module has now, before each batch; finds those created since."""
         self._collected = _metrics_in(self._module)
-        self._take_over(self._collected)
         self.batch_values = BatchValues()
-
-    def _take_over(self, metrics: Iterable[Metric | MetricCollection]) -> None:
-        for metric in metrics:
+        for metric in self._collected:
             # a copy of a metric comes with torchmetrics' own `compute`, and needs ours again
             if isinstance(metric, Metric) and not isinstance(metric.compute, InPlaceOf):
                 vars(metric)["compute"] = self._intercepted(metric, metric.compute)
@@ -120,16 +117,17 @@ class PipelineMetrics:
         return _suspended(self._collected, None) if self._collected else nullcontext()
 
     @contextmanager
-    def on_copies(self) -> Iterator[None]:
-        """Within, steps use copies of the metrics, which nobody sees afterwards."""
-        twins = copy.deepcopy(self._collected)  # together, so that a collection has the copies of its metrics
-        self._take_over(twins)
+    def untouched(self) -> Iterator[None]:
+        """Within, steps use the metrics for real; afterwards these are as they were before."""
+        copies = copy.deepcopy(self._collected)  # together, so that metrics of a collection share states as before
         self.batch_values = BatchValues()
-        with ExitStack() as stack:
-            for metric, twin in zip(self._collected, twins, strict=True):
-                methods = {name: in_place_of(getattr(metric, name), getattr(twin, name)) for name in _METHODS}
-                stack.enter_context(replaced(metric, **methods))
+        try:
             yield
+        finally:
+            for metric, before in zip(self._collected, copies, strict=True):
+                own = {name: value for name, value in vars(metric).items() if name in (*_METHODS, "_modules")}
+                vars(metric).clear()
+                vars(metric).update(vars(before) | own)
 
     @contextmanager
     def _scoped(self, scope: _Scope) -> Iterator[None]:

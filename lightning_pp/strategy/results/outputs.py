@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -15,18 +15,27 @@ from lightning_pp.errors import ConfigurationError, SplitError
 from lightning_pp.runtime.host_copies import HostCopies
 from lightning_pp.split.data.tree import children_of, leaves_of, map_children, map_leaves, named_children
 from lightning_pp.split.fakes.parameters import is_fake
+from lightning_pp.strategy.results.learned import Learned, is_number
 
 
-def merge_outputs(outputs: Sequence[Any], num_samples: Sequence[int], weights: Sequence[float] | None = None) -> Any:
+def merge_outputs(
+    outputs: Sequence[Any],
+    num_samples: Sequence[int],
+    weights: Sequence[float] | None = None,
+    learned: Learned | None = None,
+    place: str = "",
+) -> Any:
     """What the step would have returned for the whole batch, from what it returned for each microbatch.
 
     By kind of value, wherever it stands in the outputs' containers (the kinds that :mod:`lightning_pp.split.data.tree`
     knows):
 
     ==================================================  ====================================
+    numbers that are known to add up                    summed
     tensors, arrays with a sample per row               concatenated
     other tensors of one element, floats                weighted mean
     lists, tuples with a plain value (or dict) a sample concatenated
+    sets                                                their union
     values that are equal everywhere                    kept
     ``None`` in some microbatches                       merged from the others
     anything else                                       a list with the value of each microbatch
@@ -36,6 +45,8 @@ def merge_outputs(outputs: Sequence[Any], num_samples: Sequence[int], weights: S
         outputs: The outputs, one per microbatch.
         num_samples: Number of samples of each microbatch.
         weights: Share of each microbatch in means; by default by samples.
+        learned: What is known of numbers in the outputs.
+        place: What the outputs are called there.
 
     Returns:
         The merged outputs, with detached tensors on the devices where they were.
@@ -51,11 +62,7 @@ def merge_outputs(outputs: Sequence[Any], num_samples: Sequence[int], weights: S
             f"expected one entry per microbatch, got {len(outputs)} outputs, {len(num_samples)} numbers of samples and "
             f"{len(shares)} weights"
         )
-    parts = [
-        _Part(_detached(value), samples, share)
-        for value, samples, share in zip(outputs, num_samples, shares, strict=True)
-    ]
-    return _merged(parts)
+    return _merged(list(map(_detached, outputs)), num_samples, shares, Learned() if learned is None else learned, place)
 
 
 def packed_outputs(outputs: Any, copies: HostCopies) -> Any:
@@ -73,15 +80,6 @@ def packed_outputs(outputs: Any, copies: HostCopies) -> Any:
 def unpacked_outputs(outputs: Any, device: torch.device) -> Any:
     """What :func:`packed_outputs` was given; tensors that were on an accelerator are on ``device``."""
     return map_leaves(lambda leaf: leaf.unpacked(device) if isinstance(leaf, _Packed) else leaf, outputs)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """What one microbatch returned, or a piece of it."""
-
-    value: Any
-    num_samples: int
-    weight: float
 
 
 class _Packed:
@@ -109,97 +107,85 @@ def _refuse_fakes(outputs: Any) -> None:
             )
 
 
-def _merged(parts: list[_Part]) -> Any:
-    present = [part for part in parts if part.value is not None]
-    if not present:
-        return None
-    parts = present
-    values = [part.value for part in parts]
+def _merged(
+    values: Sequence[Any], num_samples: Sequence[int], weights: Sequence[float], learned: Learned, place: str
+) -> Any:
+    if any(value is None for value in values):
+        present = [index for index, value in enumerate(values) if value is not None]
+        shares = [num_samples[index] for index in present], [weights[index] for index in present]
+        return _merged([values[index] for index in present], *shares, learned, place) if present else None
     first = values[0]
     if any(type(value) is not type(first) for value in values):
-        return values
-    if isinstance(first, Tensor):
-        return _merged_tensors(parts)
-    if isinstance(first, np.ndarray):
-        return _concatenated_arrays(parts)
+        return list(values)
+    if is_number(first) and learned.adds_up(place, values, weights):
+        return sum(values)
+    if isinstance(first, (Tensor, np.ndarray)):
+        return _merged_arrays(values, num_samples, weights)
     if isinstance(first, (float, np.floating)):
-        return first if _all_equal(values) else _mean(values, parts)
-    if _is_list_of_samples(parts):
+        return first if all_equal(values) else mean_of(values, weights)
+    if isinstance(first, set):
+        return first.union(*values)
+    if _is_list_of_samples(values, num_samples, learned, place):
         return type(first)(sample for value in values for sample in value)
     names = [[name for name, _ in named_children(value) or ()] for value in values]
     children = [children_of(value) for value in values]
     if children[0] and all(other == names[0] for other in names) and len(set(map(len, children))) == 1:
         merged = (
-            _merged([dataclasses.replace(part, value=child) for part, child in zip(parts, column, strict=True)])
-            for column in zip(*children, strict=True)
+            _merged(column, num_samples, weights, learned, place + name)
+            for name, column in zip(chain(names[0], repeat("")), zip(*children, strict=True), strict=False)
         )
         return map_children(lambda _: next(merged), first)
-    return first if _all_equal(values) else values
+    return first if all_equal(values) else list(values)
 
 
-def _merged_tensors(parts: list[_Part]) -> Any:
-    tensors = [part.value for part in parts]
-    first = tensors[0]
-    if all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors):
-        if _has_row_per_sample(parts):
-            return torch.cat(tensors) if _all_equal([tensor.shape[1:] for tensor in tensors]) else tensors
-        if _all_equal([(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]):
-            # Looking at values waits for the device, so losses are averaged without it.
-            is_mean = first.numel() == 1 and (first.is_floating_point() or first.is_complex())
-            if not is_mean and all(torch.equal(tensor, first) for tensor in tensors[1:]):
-                return first
-            if first.numel() == 1:
-                return _mean_tensor(parts)
-    return tensors
+def _merged_arrays(arrays: Sequence[Any], num_samples: Sequence[int], weights: Sequence[float]) -> Any:
+    """Of tensors, or of NumPy's arrays."""
+    first = arrays[0]
+    if isinstance(first, Tensor) and any(each.layout is not torch.strided or each.is_nested for each in arrays):
+        return list(arrays)
+    if all(each.shape[:1] == (number,) for each, number in zip(arrays, num_samples, strict=True)):
+        join: Any = torch.cat if isinstance(first, Tensor) else np.concatenate
+        return join(list(arrays)) if all_equal([each.shape[1:] for each in arrays]) else list(arrays)
+    if all_equal([(each.shape, each.dtype, each.device if isinstance(each, Tensor) else None) for each in arrays]):
+        # Looking at values waits for the device, so losses are averaged without it.
+        is_mean = isinstance(first, Tensor) and first.numel() == 1 and (first.is_floating_point() or first.is_complex())
+        if not is_mean and all_equal(arrays):
+            return first
+        if isinstance(first, Tensor) and first.numel() == 1:
+            return mean_of(arrays, weights)
+    return list(arrays)
 
 
-def _mean_tensor(parts: list[_Part]) -> Tensor:
-    stacked = torch.stack([part.value for part in parts])
+def mean_of(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The weighted mean of numbers, arrays or tensors of one shape, which is detached."""
+    total = sum(weights)
+    if not isinstance(values[0], Tensor):
+        return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+    stacked = torch.stack([value.detach() for value in values])
     exact = stacked.dtype.is_floating_point or stacked.dtype.is_complex
     dtype = torch.promote_types(stacked.dtype, torch.float32) if exact else torch.get_default_dtype()
-    total = sum(part.weight for part in parts)
     # numbers of the host go into operations: to make a tensor of them on the device waits for it
-    weighted = [row * (part.weight / total) for row, part in zip(stacked.to(dtype), parts, strict=True)]
+    weighted = [row * (weight / total) for row, weight in zip(stacked.to(dtype), weights, strict=True)]
     mean = torch.stack(weighted).sum(0)
     return mean.to(stacked.dtype) if exact else mean
 
 
-def _mean(values: Sequence[float], parts: list[_Part]) -> float:
-    total = sum(part.weight for part in parts)
-    return sum(value * part.weight for value, part in zip(values, parts, strict=True)) / total
-
-
-def _concatenated_arrays(parts: list[_Part]) -> Any:
-    arrays = [part.value for part in parts]
-    if _has_row_per_sample(parts):
-        return np.concatenate(arrays) if _all_equal([array.shape[1:] for array in arrays]) else arrays
-    return arrays[0] if all(np.array_equal(array, arrays[0]) for array in arrays) else arrays
-
-
-def _has_row_per_sample(parts: list[_Part]) -> bool:
-    return all(part.value.ndim > 0 and part.value.shape[0] == part.num_samples for part in parts)
-
-
-def _is_list_of_samples(parts: list[_Part]) -> bool:
+def _is_list_of_samples(values: Sequence[Any], num_samples: Sequence[int], learned: Learned, place: str) -> bool:
     """Whether the values are lists with an entry per sample: plain values, dicts, or tensors unlike a batch's.
 
     A list in which some entry is, in every microbatch, a tensor with a row per sample or a scalar is a container of
     outputs, also where it happens to be as long as a microbatch; so is a tuple, unless its length follows that of
     uneven microbatches.
     """
-    first = parts[0].value
-    if type(first) not in (list, tuple) or any(len(part.value) != part.num_samples for part in parts):
+    if type(values[0]) not in (list, tuple) or learned.is_by_sample(place, values, num_samples) is False:
         return False
-    if len({part.num_samples for part in parts}) > 1:
+    if len(set(num_samples)) > 1:
         return True
-    if type(first) is tuple:
+    if type(values[0]) is tuple:
         return False
-    if all(isinstance(entry, dict) for part in parts for entry in part.value):
+    if all(isinstance(entry, dict) for value in values for entry in value):
         return True
-    return not any(
-        all(_is_batch_entry(entry, part.num_samples) for entry, part in zip(entries, parts, strict=True))
-        for entries in zip(*(part.value for part in parts), strict=True)
-    )
+    return not any(all(map(_is_batch_entry, entries, num_samples)) for entries in zip(*values, strict=True))
 
 
 def _is_batch_entry(entry: Any, num_samples: int) -> bool:
@@ -208,9 +194,13 @@ def _is_batch_entry(entry: Any, num_samples: int) -> bool:
     return any(leaf.ndim == 0 or leaf.shape[0] == num_samples for leaf in arrays)
 
 
-def _all_equal(values: Sequence[Any]) -> bool:
+def all_equal(values: Sequence[Any]) -> bool:
+    """Whether all values are of one type, and equal."""
+    first, *others = values
     try:
-        return all(bool(value == values[0]) for value in values[1:])
+        if isinstance(first, Tensor):
+            return all(other.dtype == first.dtype and torch.equal(other, first) for other in others)
+        return all(type(other) is type(first) and bool(np.all(other == first)) for other in others)
     except Exception:  # whatever a foreign __eq__ raises; a comparison that fails shows no equality
         return False
 

@@ -23,7 +23,7 @@ from lightning_pp.strategy.results.logs import StepLogs, replay
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import loss_of, packed_outputs, unpacked_outputs
 
-Merged = tuple[Any, list[Any]]
+Merged = tuple[Any, dict[Any, Any]]
 """What the step returned for the whole batch, and what became of the attributes that it keeps."""
 
 

@@ -49,11 +49,7 @@ def logging_to(
         note(name)
         sink(torch.tensor(value) if is_number(value) else value)
 
-    def log_dict(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        for name, value in dictionary.items():
-            log(name, value, *args, **kwargs)
-
-    return replaced(module, log=log, log_dict=log_dict)
+    return replaced(module, log=log)
 
 
 def _check_loggable(name: str, value: Any) -> None:

@@ -1,0 +1,67 @@
+"""What checks of first batches teach about a step's numbers and lists: how those of microbatches make the batch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_pp.split.fakes.parameters import is_fake
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a number of Python or NumPy, or a tensor that holds one without a dimension."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and value.dtype is not torch.bool and not is_fake(value)
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+
+
+class Learned:
+    """What is known of the values that a module's steps leave, by their place in Python's notation."""
+
+    def __init__(self) -> None:
+        self._adds_up: dict[str, bool] = {}
+        self._is_by_sample: dict[str, bool] = {}
+        self._asked: dict[str, tuple[Sequence[Any], Sequence[float]]] | None = None
+
+    def learn(self, merges: Sequence[Callable[[], object]]) -> None:
+        """Notes which numbers add up: in one piece they are nearer to the sum of the parts' than to their mean.
+
+        Args:
+            merges: Two that merge the same samples, in one piece and as microbatches, and ask which numbers add up.
+        """
+        asked: list[dict[str, tuple[Sequence[Any], Sequence[float]]]] = []
+        for merge in merges:
+            self._asked = {}
+            merge()
+            asked.append(self._asked)
+        self._asked = None
+        for place in asked[0].keys() & asked[1].keys():
+            [whole], [parts, weights] = asked[0][place][0], asked[1][place]
+            expected, *added = (torch.as_tensor(each).cpu().to(torch.complex128) for each in (whole, *parts))
+            weighted = [each * (weight / sum(weights)) for each, weight in zip(added, weights, strict=True)]
+            from_sum, from_mean = (float((sum(each) - expected).abs().sum()) for each in (added, weighted))
+            if from_sum != from_mean:  # else nothing was added, which shows nothing
+                self._adds_up[place] = self._adds_up.get(place, True) and from_sum < from_mean
+
+    def adds_up(self, place: str, added: Sequence[Any], weights: Sequence[float]) -> bool | None:
+        """Whether the number at ``place`` adds up over microbatches; None: not known.
+
+        A new key of a dict goes as the others if these add up. Microbatches of ``weights`` have ``added`` to it.
+        """
+        if self._asked is not None:
+            self._asked[place] = added, weights
+        if place not in self._adds_up and "[" in place:
+            siblings = {each for name, each in self._adds_up.items() if name.startswith(place.rpartition("[")[0] + "[")}
+            return True if siblings == {True} else None
+        return self._adds_up.get(place)
+
+    def is_by_sample(self, place: str, lists: Sequence[Any], num_samples: Sequence[int]) -> bool | None:
+        """Whether ``lists`` of microbatches have an entry for each sample; None: not known, with one sample each."""
+        is_equal = list(map(len, lists)) == list(num_samples)
+        if max(num_samples) > 1:
+            self._is_by_sample[place] = self._is_by_sample.get(place, True) and is_equal
+        return is_equal and self._is_by_sample.get(place)

@@ -1,0 +1,120 @@
+"""Numbers in what a step appends or returns: counts add up, means stay means, and what is neither is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from feature_parts import Data, check_on_every_rank, make, make_trainer
+from parity_run import Layout
+from pool import WorkerPool
+from small_models import Classifier
+from torch.nn.functional import cross_entropy
+
+LAYOUTS = [Layout("1f1b", 2, 1, 2), Layout("zb_h1", 3, 1, 4)]
+
+
+class Appends(Classifier):
+    """A dict for each batch, as libraries of time series append it, weighed by its count at the end of the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[dict[str, Any]] = []
+        self.counts = [0, 0, 0]
+        self.num_seen: Any = 0
+        self.was_seen = np.zeros(3, dtype=bool)
+        self.last = torch.zeros((), dtype=torch.float64)
+        self.best = float("inf")
+        self.by_batch: dict[int, int] = {}
+        self.num_right: dict[str, Any] = {"train": {"right": 0}, "all": 0}
+        self.seen: list[Any] = []
+
+    def of_batch(self, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        predictions = self(x)
+        loss = cross_entropy(predictions, y)
+        self.entries.append({"loss": loss.detach(), **self.numbers(x, predictions, y)})
+        return {"loss": loss, "n_samples": len(y), "sizes": (len(y), x.shape[1])}
+
+    def numbers(self, x: Any, predictions: Any, y: Any) -> dict[str, Any]:
+        right = predictions.argmax(1) == y
+        return {
+            "n_samples": len(y),
+            "width": x.shape[1],
+            "of_numpy": np.int64(len(y)),
+            "tensor": torch.tensor(len(y)),
+            "num_right": int(right.sum()),
+            "accuracy": right.double().mean().item(),
+            "sum": [float(x.sum()), x.mean().item()],
+        }
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = self.of_batch(batch)
+        for label in batch[1].tolist():
+            self.counts[label] += 1
+        self.num_seen = self.num_seen + np.int64(len(batch[1]))
+        self.was_seen[batch[1].numpy()] = True
+        self.last = 0.5 * self.last + result["loss"].detach()
+        self.best = min(self.best, result["loss"].item() if self.best == float("inf") else self.best)
+        right = self.entries[-1]["num_right"]
+        self.num_right["all"] += right
+        self.num_right["train"]["right"] += right
+        self.by_batch[self.global_step] = 1
+        self.by_batch.pop(self.global_step - 2, None)
+        return result
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.of_batch(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append([{**outputs, "loss": float(outputs["loss"])}, self.last])
+
+    def on_validation_epoch_end(self) -> None:
+        weighed = sum(float(each["loss"]) * each["n_samples"] for each in self.entries)
+        self.seen.append([weighed, *({**each, "loss": float(each["loss"])} for each in self.entries)])
+        self.entries.clear()
+
+
+def appended(layout: Layout | None) -> Any:
+    module = make(Appends)
+    make_trainer(layout).fit(module, Data(num_train=22, num_val=10))
+    return plainly(
+        [module.seen, module.counts, module.num_seen, module.was_seen, module.best, module.by_batch, module.num_right]
+    )
+
+
+def plainly(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: plainly(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(plainly, value))
+    return value.tolist() if isinstance(value, (torch.Tensor, np.ndarray, np.number)) else value
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_as_on_one_device(pool: WorkerPool, layout: Layout) -> None:
+    seen, counts, num_seen, *_ = check_on_every_rank(pool, appended, layout)
+    assert sum(counts) == num_seen == 44 and len(seen) > 4
+
+
+class NeitherSumNorMean(Appends):
+    """Different values: fewer than in the microbatches together, and more than in one of them."""
+
+    def numbers(self, x: Any, predictions: Any, y: Any) -> dict[str, Any]:
+        return {"n_samples": len(y), "num_values": len({1, 2, 3, *x[:, 0].tolist()})}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = self.of_batch(batch)
+        return {"loss": result["loss"], "num_values": self.entries[-1]["num_values"]}
+
+
+def refused(layout: Layout) -> None:
+    make_trainer(layout).fit(make(NeitherSumNorMean), Data(num_train=22, num_val=10))
+
+
+def test_a_number_that_is_neither_is_refused(pool: WorkerPool) -> None:
+    for message in pool.refusals(None, refused, LAYOUTS[0], world_size=2, timeout=60):
+        assert "attribute 'entries' that training_step changes" in message, message
+        assert "depends on how the batch is cut: it is 7 for 4 samples in one piece and 5 " in message, message
