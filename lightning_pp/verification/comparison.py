@@ -143,7 +143,7 @@ def causes(expected: Facts) -> list[str]:
     if expected.has_batch_norm:
         found.append("Known cause: BatchNorm in training normalises over a microbatch, on one device over the batch.")
     if expected.draws:
-        found.append("Known cause: the step draws random numbers (dropout as a function, noise), others in a pipeline.")
+        found.append("Known cause: a step draws random numbers (dropout as a function, noise), others in a pipeline.")
     if tolerance_of(expected.loss_dtype) > TOLERANCES[torch.float64]:
         found.append(
             f"Known cause: the loss is {expected.loss_dtype}; sums in another order round differently, and updates "

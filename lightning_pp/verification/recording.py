@@ -54,7 +54,7 @@ class Facts:
         num_moments: Moments that were written down.
         num_without_dropout: Modules whose dropout was set to 0.
         has_batch_norm: Whether the module has a BatchNorm.
-        draws: Whether a training batch moved torch's generator.
+        draws: Whether a batch of training or validation moved torch's generator.
         loss_dtype: Of the first loss.
         stages: Of this rank; on one device there are none.
     """
@@ -183,6 +183,12 @@ class Recorder(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._generator = torch.get_rng_state()
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self._generator = torch.get_rng_state()
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self._facts.draws |= not torch.equal(self._generator, torch.get_rng_state())
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         self._gradients |= {

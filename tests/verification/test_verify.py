@@ -17,6 +17,7 @@ from verified_modules import (
     Normalised,
     NotesProcesses,
     ReadsWorldSize,
+    Sampling,
     make_strategy,
 )
 
@@ -53,6 +54,12 @@ def test_the_first_difference_is_told_with_both_numbers() -> None:
     told = r"DIFFERENT, first in training, batch_idx=2: loss loss: [\d.]+ on one device, [\d.]+ in the pipeline"
     assert re.search(told, str(result)), str(result)
     assert "No cause is known" in str(result)
+
+
+def test_draws_in_validation_are_told_as_a_cause() -> None:
+    result = lightning_pp.verify(Sampling, Data, make_strategy, steps=2)
+    assert {each.name for each in result.differences} == {"val_loss"}
+    assert "Known cause: a step draws random numbers" in str(result), str(result)
 
 
 def test_an_optimizer_state_that_differs_alone_is_told_by_name() -> None:
