@@ -23,6 +23,8 @@ from lightning_pp.split.unit_calls.interception import OutsideUnits, running_uni
 _DEGREE = "_pp_degree"
 _EXTREME = "_pp_extreme"
 _OWN_COUNT = "_pp_own_count"
+_KEEPS = "_pp_keeps_counts"
+_CONVERSIONS = ("to", "type", "type_as", "int", "long", "short")
 _EQUALITIES = ("eq", "ne", "__eq__", "__ne__")
 
 Count = tuple[Tensor | float, ...] | None
@@ -171,6 +173,9 @@ class ScaledStep(OutsideUnits):
             if loss is None or not loss.is_mean or loss.is_counted_by_target:
                 self._check_known(kind, line_text(frame), result)
             return result
+        if _keeps_count(func, args):
+            self._seen.add(place)
+            return func(*(getattr(each, _OWN_COUNT, each) for each in args), **kwargs)
         result = _HANDLERS[kind](self, place, fact, func, args, kwargs)
         shapes = tuple(tuple(each.shape) for each in tensors_given(args, kwargs))
         if any(0 in shape for shape in shapes):
@@ -206,9 +211,17 @@ class ScaledStep(OutsideUnits):
             if kind is Kind.LINEAR and args and hasattr(args[0], _EXTREME) and isinstance(result, Tensor):
                 setattr(result, _EXTREME, getattr(args[0], _EXTREME))
             return result
+        name = func.__name__
+        if name in _CONVERSIONS and isinstance(args[0], Tensor):
+            own = func(getattr(args[0], _OWN_COUNT, args[0]), *args[1:], **kwargs)
+            if not (own.is_floating_point() or own.is_complex()):
+                if not args[0].is_floating_point():
+                    return set_degree(own, degree_of(args[0]))
+                result = func(self._normal(args[0]), *args[1:], **kwargs)  # a share of a count would be cut off
+                setattr(result, _OWN_COUNT, own)
+                return result
         if kind is Kind.LINEAR and len(degrees) == 1:
             return set_degree(func(*args, **kwargs), degrees.pop())
-        name = func.__name__
         if name.endswith("_") and not name.endswith("__") and isinstance(args[0], Tensor):
             self._make_normal(args[0])
         return func(*self._all_normal(args), **self._all_normal(kwargs))
@@ -236,7 +249,7 @@ class ScaledStep(OutsideUnits):
             total = self._total(place, (whole,))
             if total is not None:
                 own, result = result, _like(result, total[0], self._share**degree)
-                if result is not own and own.dim() == 0:
+                if result is not own:
                     setattr(result, _OWN_COUNT, own)
         return set_degree(result, degree)
 
@@ -415,6 +428,17 @@ def extreme_of(tensor: Tensor) -> str | None:
     """``min`` or ``max`` where ``tensor`` is the least or greatest of something over a microbatch's samples."""
     found: str | None = getattr(tensor, _EXTREME, None)
     return found
+
+
+def keep_counts_of(tensor: Tensor) -> None:
+    """What is written into ``tensor`` in place is a microbatch's own if it is whole numbers: who keeps it adds up."""
+    setattr(tensor, _KEEPS, not (tensor.is_floating_point() or tensor.is_complex()))
+
+
+def _keeps_count(func: Any, args: tuple[Any, ...]) -> bool:
+    name = func.__name__
+    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return in_place and getattr(args[0], _KEEPS, False)
 
 
 def degree_of(value: Any) -> float:

@@ -50,6 +50,7 @@ def preserved_state(module: nn.Module) -> AbstractContextManager[Changes]:
 @contextmanager
 def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
     saved = []
+    copies: dict[tuple[str, str], Tensor] = {}  # of buffers
     generators: list[Callable[[], object] | None] = []
     kinds = {type(child) for _, child in modules}
     classes, of_classes = ClassAttributes(kinds), {kind: class_containers(kind) for kind in kinds}
@@ -67,10 +68,10 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
         with torch.no_grad():
             for key, buffer in buffers.items():
                 if buffer is not None and not buffer.is_meta:
-                    buffers[key] = buffer.detach().clone()
+                    buffers[key] = copies[name, key] = _own(buffer)
             for key, value in own.items():
                 if type(value) is Tensor:
-                    attributes[key] = value.detach().clone()
+                    attributes[key] = _own(value)
                 elif type(value) is np.ndarray:
                     attributes[key] = value.copy()
     working = [dict(child.__dict__) for _, child, *_ in saved]
@@ -89,7 +90,7 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
             for key, held in of_class.items():
                 if any(reached.is_changed for reached in held):
                     changed.append((name, key, held[0].container))
-        return changed
+        return changed + [(*place, copy) for place, copy in copies.items() if version_of(copy) > 0]
 
     try:
         yield changes
@@ -136,6 +137,13 @@ class StateAroundUnits:
             for registered, keys in hooks:
                 for key in set(registered).difference(keys) if len(registered) != len(keys) else ():
                     del registered[key]
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy, with the attributes that it has been given."""
+    copy = tensor.detach().clone()
+    vars(copy).update(vars(tensor))
+    return copy
 
 
 def _is_written(value: Any, original: Any) -> bool:

@@ -159,7 +159,7 @@ def _loss_differences(step: str, whole: Observed, parts: Observed, tolerance: fl
 
 def _attribute_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
     mine, its = (
-        {**each.run.scopes.attributes.values_by_name(each.merged[1]), **each.buffers} for each in (whole, parts)
+        {**each.buffers, **each.run.scopes.attributes.values_by_name(each.merged[1])} for each in (whole, parts)
     )
     for name, value in mine.items():
         other, what = its.get(name), f"The attribute {name!r} that {step} changes"

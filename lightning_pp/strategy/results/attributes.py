@@ -10,6 +10,7 @@ A change stands at a place: a container (a module's or an object's attributes, a
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,9 @@ import numpy as np
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_pp.split._torch_private import buffers_of
 from lightning_pp.split.fakes.parameters import is_fake
+from lightning_pp.split.reductions.scaling import keep_counts_of
 from lightning_pp.split.side_effects.reach import Reached, class_containers, reached_from
 from lightning_pp.strategy.results.changes import Absent, Move, Rows, changes_in, changes_of_items, merged_change
 from lightning_pp.strategy.results.learned import Learned, is_number
@@ -131,15 +134,18 @@ class StepAttributes:
 
 
 class _Attributes:
-    """Attributes ``keys`` of a module before the batch, with the content of tensors and arrays."""
+    """Attributes and buffers ``keys`` of a module before the batch, with the content of tensors and arrays."""
 
     def __init__(self, name: str, module: nn.Module, keys: Sequence[str]) -> None:
         self._name = name
         self._keys = keys
-        self.container: Any = vars(module)
+        self.container: Any = ChainMap(vars(module), buffers_of(module))  # type: ignore[arg-type]
         self._of_class = class_containers(type(module))
         self._before = self._now()
         self._content = {key: _copied(value) for key, value in self._before.items() if _is_array(value)}
+        for value in self._before.values():
+            if isinstance(value, Tensor):
+                keep_counts_of(value)
 
     def _now(self) -> dict[str, Any]:
         return {key: self.container[key] for key in self._keys if key in self.container}
@@ -166,7 +172,9 @@ class _Attributes:
         for key in self._written():  # a write, which autograd would take for one where nothing has changed
             self._before[key][...] = self._content[key]
         for key in self._keys:
-            _put(self.container, key, self._before.get(key, Absent.DELETED))
+            before = self._before.get(key, Absent.DELETED)
+            if self.container.get(key, Absent.DELETED) is not before:
+                _put(self.container, key, before)
 
 
 def _has_number(value: Any) -> bool:

@@ -99,6 +99,51 @@ def test_as_on_one_device(pool: WorkerPool, layout: Layout) -> None:
     assert sum(counts) == num_seen == 44 and len(seen) > 4
 
 
+class Buffers(Classifier):
+    """Buffers outside of units that a step writes in place: a confusion matrix, counts, an average, and a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("matrix", torch.zeros(9, dtype=torch.int64))
+        self.register_buffer("num_seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("num_right", torch.zeros(()))
+        self.register_buffer("average", torch.zeros(()))
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
+        self.labels = torch.zeros(3, dtype=torch.int32)
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        predictions = self(x)
+        loss = cross_entropy(predictions, y)
+        found = predictions.argmax(1)
+        self.matrix += torch.bincount(3 * y + found, minlength=9)
+        self.matrix.scatter_add_(0, y, torch.ones_like(y))
+        self.num_seen += (y >= 0).sum()
+        self.num_seen += len(y)
+        self.num_right += (found == y).sum()
+        self.average.mul_(0.9).add_(0.1 * loss.detach())
+        self.num_steps += 1
+        self.labels += torch.bincount(y, minlength=3).int()
+        return loss + predictions.square().mean() * torch.clamp(self.num_steps / 10, max=1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append([each.tolist() for _, each in self.named_buffers(recurse=False)] + self.labels.tolist())
+
+
+def counted_in_buffers(layout: Layout | None) -> Any:
+    module = make(Buffers)
+    make_trainer(layout).fit(module, Data(num_train=22, num_val=10))
+    return module.seen
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_buffers_hold_what_they_would_on_one_device(pool: WorkerPool, layout: Layout) -> None:
+    seen = check_on_every_rank(pool, counted_in_buffers, layout)
+    matrix, num_seen, _, _, num_steps, *labels = seen[-1]
+    assert sum(matrix) == num_seen == 88 and sum(labels) == 44 and len(seen) == num_steps
+
+
 class NeitherSumNorMean(Appends):
     """Different values: fewer than in the microbatches together, and more than in one of them."""
 
