@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -53,6 +54,16 @@ class ReadsWorldSize(Net):
             loss = loss * self.trainer.world_size
         self.log("train_loss", loss)
         return loss
+
+
+class UsesLogger(Net):
+    """Hands numbers to the Trainer's logger itself, which ``Trainer()`` has by default, and reads where it writes."""
+
+    def on_validation_epoch_end(self) -> None:
+        logger: Any = self.logger
+        logger.log_metrics({"scale": 1.0}, step=self.trainer.global_step)
+        log_dir: Any = self.trainer.log_dir
+        logger.experiment.add_text("folder", str(Path(log_dir, "texts")))
 
 
 class Contrastive(Net):
