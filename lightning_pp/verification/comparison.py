@@ -82,16 +82,12 @@ class Comparison:
             of_one = _moment(plain, 0, number)
             of_ranks = [_moment(piped, rank, number) for rank in range(len(ranks))]
             if other := [each.place for each in of_ranks if each.place != of_one.place]:
-                found = Difference(of_one.place, "moment", "", "", of_one.place, other[0], math.inf)
-                self.differences.append(found)
+                self.differences.append(Difference(of_one.place, "moment", "", "", of_one.place, other[0], math.inf))
                 return
-            self._compare_moment(of_one, of_ranks)
-
-    def _compare_moment(self, of_one: Moment, of_ranks: Sequence[Moment]) -> None:
-        for kind in KINDS:
-            if kind in of_one.values:
-                found = [each.values.get(kind, {}) for each in of_ranks]
-                self._compare(of_one.place, kind, of_one.values[kind], found)
+            for kind in KINDS:
+                if kind in of_one.values:
+                    found = [each.values.get(kind, {}) for each in of_ranks]
+                    self._compare(of_one.place, kind, of_one.values[kind], found)
 
     def _compare(self, place: str, kind: str, expected: dict[str, Any], found: Sequence[dict[str, Any]]) -> None:
         """Compares what each rank has, and whether any has each; so a rank may have a part only."""
@@ -179,8 +175,6 @@ def _named(name: str, where: tuple[int, ...]) -> str:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        value = value.item() if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
     return f"{value:.12g}" if isinstance(value, float) else str(value)

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -22,7 +23,6 @@ from lightning_pp.strategy import PipelineParallelStrategy
 
 TRAINING, RESUMED = "training", "resumed training"
 FLOAT64 = "64-true"
-_NUM_VALIDATION_BATCHES = 2
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def train_twice(job: Job, rank: int) -> Facts:
 
 def _trainer(job: Job, strategy: Any, callbacks: list[L.Callback], num_epochs: int) -> L.Trainer:
     trainer = L.Trainer(
-        **{"limit_val_batches": _NUM_VALIDATION_BATCHES, **job.trainer},
+        **{"limit_val_batches": 2, **job.trainer},
         accelerator="cpu",
         devices=job.num_processes,
         strategy=strategy if job.num_processes > 1 else "auto",
@@ -110,7 +110,7 @@ def _trainer(job: Job, strategy: Any, callbacks: list[L.Callback], num_epochs: i
         max_epochs=num_epochs,
         limit_train_batches=job.steps,
         num_sanity_val_steps=0,
-        logger=False,
+        logger=_SilentLogger(job.folder),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -128,6 +128,18 @@ def _trainer(job: Job, strategy: Any, callbacks: list[L.Callback], num_epochs: i
                 "data_parallel_size=1, and as many devices as pipeline_parallel_size."
             )
     return trainer
+
+
+class _SilentLogger(DummyLogger):
+    """Writes nothing. Modules and callbacks may need a logger: ``Trainer()`` has one by default."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = str(folder)
+
+    @property
+    def save_dir(self) -> str:
+        return self._folder
 
 
 def made(part: Any) -> Any:
@@ -200,8 +212,7 @@ class Recorder(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._facts.draws |= not torch.equal(self._generator, torch.get_rng_state())
-        losses = dict(leaves(outputs, "loss" if isinstance(outputs, Tensor) else ""))
-        loss = losses.get("loss")
+        loss = dict(leaves(outputs, "loss" if isinstance(outputs, Tensor) else "")).get("loss")
         if self._facts.loss_dtype is None and isinstance(loss, Tensor):
             self._facts.loss_dtype = loss.dtype
         rates = {

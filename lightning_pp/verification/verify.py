@@ -16,7 +16,7 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.strategy import PipelineParallelStrategy
 from lightning_pp.verification.comparison import KINDS, TOLERANCES, Comparison, Difference, causes, tolerance_of
 from lightning_pp.verification.processes import Failure, run
-from lightning_pp.verification.recording import FLOAT64, Facts, Job
+from lightning_pp.verification.recording import FLOAT64, Job
 
 
 @dataclass
@@ -106,16 +106,21 @@ def _verify(job: Job, devices: int, precision: Any) -> Verification:
     result = Verification()
     plain = run(job)
     if isinstance(plain, Failure):
-        refused = plain
+        reason = plain.message.strip().splitlines()[-1]
         job = replace(job, trainer={**job.trainer, "precision": precision}, folder=job.folder.parent / "again")
         plain = run(job)
         if isinstance(plain, Failure):
             result.failure = f"the training fails on one device: {plain.kind}: {plain.message}"
             return result
-        reason = refused.message.strip().splitlines()[-1]
         result.notes.append(f"precision={precision}, since float64 fails on one device: {reason}")
     facts = plain[0]
-    _note(facts, result)
+    if facts.num_without_dropout:
+        result.notes.append(
+            f"dropout is 0 in {facts.num_without_dropout} modules, since a pipeline draws other numbers"
+        )
+    tolerance = tolerance_of(facts.loss_dtype)
+    if tolerance > TOLERANCES[torch.float64]:
+        result.notes.append(f"the loss is {facts.loss_dtype}: relative differences up to {tolerance:g} count as equal")
     piped = replace(job, num_processes=devices, folder=job.folder.parent / "pipeline")
     ranks = run(piped)
     if isinstance(ranks, Failure):
@@ -129,16 +134,6 @@ def _verify(job: Job, devices: int, precision: Any) -> Verification:
     elif not result.compared.get("loss"):
         result.failure = "the training on one device ran no batch"
     return result
-
-
-def _note(facts: Facts, result: Verification) -> None:
-    if facts.num_without_dropout:
-        result.notes.append(
-            f"dropout is 0 in {facts.num_without_dropout} modules, since a pipeline draws other numbers"
-        )
-    tolerance = tolerance_of(facts.loss_dtype)
-    if tolerance > TOLERANCES[torch.float64]:
-        result.notes.append(f"the loss is {facts.loss_dtype}: relative differences up to {tolerance:g} count as equal")
 
 
 def _pickled(given: Mapping[str, Any]) -> bytes:

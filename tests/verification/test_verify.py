@@ -6,6 +6,7 @@ import re
 from functools import partial
 
 import pytest
+from lightning.pytorch.callbacks import LearningRateMonitor
 from verified_modules import (
     Contrastive,
     Counting,
@@ -18,6 +19,7 @@ from verified_modules import (
     NotesProcesses,
     ReadsWorldSize,
     Sampling,
+    UsesLogger,
     make_strategy,
 )
 
@@ -40,6 +42,11 @@ def test_a_plain_module_is_equal_through_a_checkpoint_and_with_states_of_callbac
     assert max(result.largest.values()) < 1e-12
     text = str(result)
     assert "note: dropout is 0 in 4 modules" in text and text.endswith("EQUAL: the pipeline trains as one device does.")
+
+
+def test_what_needs_a_logger_finds_one() -> None:
+    result = lightning_pp.verify(UsesLogger, Data, make_strategy, steps=1, callbacks=[LearningRateMonitor()])
+    assert result.equal, str(result)
 
 
 def test_the_first_difference_is_told_with_both_numbers() -> None:

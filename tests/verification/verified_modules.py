@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -61,6 +62,16 @@ class Sampling(Net):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         found = self(batch[0])
         self.log("val_loss", nn.functional.mse_loss(found + torch.randn_like(found), batch[1]))
+
+
+class UsesLogger(Net):
+    """Hands numbers to the Trainer's logger itself, which ``Trainer()`` has by default, and reads where it writes."""
+
+    def on_validation_epoch_end(self) -> None:
+        logger: Any = self.logger
+        logger.log_metrics({"scale": 1.0}, step=self.trainer.global_step)
+        log_dir: Any = self.trainer.log_dir
+        logger.experiment.add_text("folder", str(Path(log_dir, "texts")))
 
 
 class Contrastive(Net):

@@ -78,9 +78,7 @@ def _map_other_children(function: Callable[[Any], Any], tree: Any) -> Any:
         return type(tree)({key: function(value) for key, value in tree.items()})  # type: ignore[call-arg]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         instance: Any = object.__new__(type(tree))
-        instance_attributes = getattr(instance, "__dict__", None)
-        if instance_attributes is not None:  # none with slots
-            instance_attributes.update(vars(tree))
+        getattr(instance, "__dict__", {}).update(getattr(tree, "__dict__", {}))  # none with slots
         for field in dataclasses.fields(tree):
             if hasattr(tree, field.name):
                 # a frozen dataclass refuses setattr
@@ -117,7 +115,7 @@ def path_of(place: str) -> str:
 
 
 def named_children(tree: Any) -> list[tuple[str, Any]] | None:
-    """What is directly in ``tree``, with what leads there; None for a leaf."""
+    """What is directly in ``tree``, with what leads there; None for a leaf. Objects of pandas count as empty."""
     if isinstance(tree, (Tensor, str, bytes, int, float, complex, type(None), type)):
         return None
     if isinstance(tree, PackedSequence) or hasattr(tree, "_fields"):
@@ -129,7 +127,9 @@ def named_children(tree: Any) -> list[tuple[str, Any]] | None:
     if not pytree.tree_is_leaf(tree):
         return [(f"[{index}]", value) for index, value in enumerate(children_of(tree))]
     if is_object(tree):
-        return [(f".{name}", value) for name, value in attributes_of(tree).items()]
+        # pandas keeps answers in its objects, as an Index does after get_loc, and no tensors
+        attributes = {} if type(tree).__module__.partition(".")[0] == "pandas" else attributes_of(tree)
+        return [(f".{name}", value) for name, value in attributes.items()]
     return None
 
 

@@ -139,7 +139,7 @@ class _Attributes:
     def __init__(self, name: str, module: nn.Module, keys: Sequence[str]) -> None:
         self._name = name
         self._keys = keys
-        self.container: Any = ChainMap(vars(module), buffers_of(module))  # type: ignore[arg-type]
+        self.container: Any = ChainMap(vars(module), buffers_of(module))
         self._of_class = class_containers(type(module))
         self._before = self._now()
         self._content = {key: _copied(value) for key, value in self._before.items() if _is_array(value)}

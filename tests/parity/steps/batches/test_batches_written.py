@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,8 @@ class Dicts(Data):
             return Plain(x, y)
         if self.kind == "uncopyable":
             return Uncopyable(x, y)
+        if self.kind == "columns":
+            return {"x": x, "labels": y, "columns": COLUMNS}
         if self.kind == "list":
             return [x, y]
         return {"x": x, "labels": y, "deep": {"list": [x.clone(), x + 1]}}
@@ -60,6 +63,7 @@ class Dicts(Data):
 
 class Writes(Classifier):
     data = "dict"
+    writes = True
 
     def change(self, batch: Any) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
@@ -125,6 +129,21 @@ class SetsAttributes(Writes):
         return batch.x * batch.num_runs, batch.labels
 
 
+COLUMNS = pd.Index(["labels", "x"])  # the same object in every batch
+
+
+class AsksPandas(Writes):
+    """It writes nothing; pandas keeps in the object how the question was answered."""
+
+    data = "columns"
+    writes = False
+
+    def change(self, batch: Any) -> tuple[Tensor, Tensor]:
+        columns = batch["columns"]
+        assert columns.get_loc("x") == 1 and columns.dtype is not None
+        return batch[columns[1]], batch[columns[0]]
+
+
 class KeepsFeatures(Writes):
     """What depends on weights is written into the batch, and read from there."""
 
@@ -157,14 +176,15 @@ def train(kind: type[Writes], layout: Layout | None = None) -> tuple[list[float]
         trainer.fit(module, Dicts(kind.data))
     written = [str(warning.message) for warning in told if "writes into its batch" in str(warning.message)]
     if layout is not None and trainer.is_global_zero:
-        assert written and "on_train_batch_end of Notes" in written[0], written
+        assert bool(written) == kind.writes, written
+        assert all("on_train_batch_end of Notes" in message for message in written), written
     losses.append(float(trainer.callback_metrics["val_loss"]))
     return losses, whole_weights(module), seen
 
 
 CASES = [
     (kind, layout)
-    for kind in (SetsKeys, PopsKeys, WritesInPlace, SetsEntries, SetsFields, SetsAttributes, KeepsFeatures)
+    for kind in (SetsKeys, PopsKeys, WritesInPlace, SetsEntries, SetsFields, SetsAttributes, AsksPandas, KeepsFeatures)
     for layout in LAYOUTS
     if kind is not SetsAttributes or layout.num_microbatches == 1
 ]
