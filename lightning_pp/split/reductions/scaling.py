@@ -217,7 +217,10 @@ class ScaledStep(OutsideUnits):
             if not (own.is_floating_point() or own.is_complex()):
                 if not args[0].is_floating_point():
                     return set_degree(own, degree_of(args[0]))
-                result = func(self._normal(args[0]), *args[1:], **kwargs)  # a share of a count would be cut off
+                # a share of a count would be cut off, and so would 19.999999 of 20
+                whole = self._normal(args[0])
+                is_near = torch.isclose(whole, whole.round(), rtol=8 * torch.finfo(whole.dtype).eps, atol=0)
+                result = func(torch.where(is_near, whole.round(), whole), *args[1:], **kwargs)
                 setattr(result, _OWN_COUNT, own)
                 return result
         if kind is Kind.LINEAR and len(degrees) == 1:
@@ -430,9 +433,10 @@ def extreme_of(tensor: Tensor) -> str | None:
     return found
 
 
-def keep_counts_of(tensor: Tensor) -> None:
-    """What is written into ``tensor`` in place is a microbatch's own if it is whole numbers: who keeps it adds up."""
+def keeping_counts(tensor: Tensor) -> Tensor:
+    """``tensor``; if it has whole numbers, what is added to it in place is a microbatch's own count."""
     setattr(tensor, _KEEPS, not (tensor.is_floating_point() or tensor.is_complex()))
+    return tensor
 
 
 def _keeps_count(func: Any, args: tuple[Any, ...]) -> bool:

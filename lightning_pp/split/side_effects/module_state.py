@@ -50,7 +50,6 @@ def preserved_state(module: nn.Module) -> AbstractContextManager[Changes]:
 @contextmanager
 def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
     saved = []
-    copies: dict[tuple[str, str], Tensor] = {}  # of buffers
     generators: list[Callable[[], object] | None] = []
     kinds = {type(child) for _, child in modules}
     classes, of_classes = ClassAttributes(kinds), {kind: class_containers(kind) for kind in kinds}
@@ -68,13 +67,15 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
         with torch.no_grad():
             for key, buffer in buffers.items():
                 if buffer is not None and not buffer.is_meta:
-                    buffers[key] = copies[name, key] = _own(buffer)
+                    buffers[key] = _own(buffer)
             for key, value in own.items():
                 if type(value) is Tensor:
                     attributes[key] = _own(value)
                 elif type(value) is np.ndarray:
                     attributes[key] = value.copy()
     working = [dict(child.__dict__) for _, child, *_ in saved]
+    whole = [child for name, child in modules if name == ""]
+    own_buffers = {key: copy for each in whole for key, copy in buffers_of(each).items() if copy is not None}
 
     def changes() -> list[tuple[str, str, Any]]:
         changed = []
@@ -90,7 +91,8 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
             for key, held in of_class.items():
                 if any(reached.is_changed for reached in held):
                     changed.append((name, key, held[0].container))
-        return changed + [(*place, copy) for place, copy in copies.items() if version_of(copy) > 0]
+        # buffers of the user's module itself; those of others are their own business, as in spectral norms
+        return changed + [("", key, copy) for key, copy in own_buffers.items() if version_of(copy) > 0]
 
     try:
         yield changes

@@ -108,7 +108,7 @@ class BatchChecks:
             for indices in each if run.whole is None else [list(range(len(microbatches)))]:
                 outputs += self.forward(run, indices)
             moved = {
-                name: buffer.detach().to(torch.float64, copy=True)
+                name: buffer.detach().clone()
                 for name, buffer in preparation.module.named_buffers()
                 if (id(buffer), version_of(buffer)) not in before and not (is_fake(buffer) or buffer.is_complex())
             }

@@ -163,12 +163,18 @@ def _attribute_differences(step: str, whole: Observed, parts: Observed, toleranc
     )
     for name, value in mine.items():
         other, what = its.get(name), f"The attribute {name!r} that {step} changes"
-        found = _first_other(value, other, tolerance)
+        found = _first_other(_whole_numbers_too(value), _whole_numbers_too(other), tolerance)
         numbers = len(leaves_of(value)), len(leaves_of(other))
         if numbers[0] != numbers[1]:
             what, found = f"The number of values that {step} leaves in {name!r}", numbers
         if found is not None:
             yield Difference(what, False, True, *found, is_attribute=True)
+
+
+def _whole_numbers_too(value: Any) -> Any:
+    """``value``; a tensor of whole numbers, of which an output may have any, as one that is compared."""
+    is_whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return value.double() if is_whole else value
 
 
 def _log_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:

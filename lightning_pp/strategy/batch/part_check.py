@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import BatchError, ConfigurationError, SplitError, add_note
+from lightning_pp.split._torch_private import buffers_of
 from lightning_pp.split.comparison.auxiliary import AuxiliaryLosses
 from lightning_pp.split.comparison.consistency import Culprit, Seen, are_only_losses, first_culprit, is_close, watched
 from lightning_pp.split.comparison.draws import Draws
@@ -195,9 +196,13 @@ class PartCheck:
             def around(index: int, stage: int | None) -> Iterator[None]:
                 places, changes, buffers = left
                 StepAttributes(self.module, places, Learned()).apply(changes)
-                for name, buffer in self.module.named_buffers():
-                    if name in (known := {**buffers, **own}) and not is_fake(buffer):
-                        buffer.copy_(known[name])
+                for name, value in {**buffers, **own}.items():
+                    place, _, key = name.rpartition(".")
+                    held = buffers_of(self.module.get_submodule(place))
+                    if (buffer := held.get(key)) is None or buffer.shape != value.shape:
+                        held[key] = value.clone()
+                    elif not is_fake(buffer):
+                        buffer.copy_(value)
                 with on_whole(index, stage):
                     yield
 

@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_pp.split._torch_private import buffers_of
 from lightning_pp.split.fakes.parameters import is_fake
-from lightning_pp.split.reductions.scaling import keep_counts_of
+from lightning_pp.split.reductions.scaling import keeping_counts
 from lightning_pp.split.side_effects.reach import Reached, class_containers, reached_from
 from lightning_pp.strategy.results.changes import Absent, Move, Rows, changes_in, changes_of_items, merged_change
 from lightning_pp.strategy.results.learned import Learned, is_number
@@ -86,6 +86,9 @@ class StepAttributes:
             of_whole_batch: Makes values stand for the whole batch; None: they do.
             active: Whether the changes count.
         """
+        for holder in self._holders.values():
+            if isinstance(holder, _Attributes):
+                holder.begin()
         try:
             yield
             if active:
@@ -134,21 +137,19 @@ class StepAttributes:
 
 
 class _Attributes:
-    """Attributes and buffers ``keys`` of a module before the batch, with the content of tensors and arrays."""
+    """Attributes and buffers ``keys`` of a module before the batch. Each step gets copies of tensors and arrays."""
 
     def __init__(self, name: str, module: nn.Module, keys: Sequence[str]) -> None:
         self._name = name
         self._keys = keys
-        self.container: Any = ChainMap(vars(module), buffers_of(module))
+        self._buffers = buffers_of(module)
+        self.container: Any = ChainMap(vars(module), self._buffers)
         self._of_class = class_containers(type(module))
-        self._before = self._now()
-        self._content = {key: _copied(value) for key, value in self._before.items() if _is_array(value)}
+        self._before = {key: self.container[key] for key in keys if key in self.container}
+        self._copies: dict[str, Any] = {}
         for value in self._before.values():
             if isinstance(value, Tensor):
-                keep_counts_of(value)
-
-    def _now(self) -> dict[str, Any]:
-        return {key: self.container[key] for key in self._keys if key in self.container}
+                keeping_counts(value)  # for rehearsals, which copy it
 
     def reached(self) -> Iterator[Reached]:
         """The containers and objects that are reached from them."""
@@ -156,25 +157,31 @@ class _Attributes:
             value = self._before.get(key, self._of_class.get(key))
             yield from reached_from(value, f"{self._name}.{key}".lstrip("."))
 
-    def _written(self) -> list[str]:
-        return [key for key, content in self._content.items() if not all_equal([self._before[key], content])]
+    def begin(self) -> None:
+        """A step begins."""
+        self._copies = {key: _copied(value) for key, value in self._before.items() if _is_array(value)}
+        for key, copy in self._copies.items():
+            self._set(key, copy)
+
+    def _set(self, key: str, value: Any) -> None:
+        _put(self._buffers if key in self._buffers else self.container, key, value)
 
     def changes(self, of_whole_batch: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
         """By name what became of them."""
-        yield from changes_of_items(self._before, self._now(), of_whole_batch)
-        for key in self._written():
-            if self.container.get(key) is self._before[key]:
+        now = {key: self.container[key] for key in self._keys if key in self.container}
+        own = {key: copy for key, copy in self._copies.items() if now.get(key) is copy}
+        yield from changes_of_items(self._before, {**now, **{key: self._before[key] for key in own}}, of_whole_batch)
+        for key, copy in own.items():
+            if not all_equal([self._before[key], copy]):
                 # it was made to stand for the batch, if at all, before it was written
-                yield key, Move(self._content[key], _copied(self._before[key]), in_place=True)
+                yield key, Move(self._before[key], copy.detach() if isinstance(copy, Tensor) else copy, in_place=True)
 
     def restore(self) -> None:
         """Undoes what happened."""
-        for key in self._written():  # a write, which autograd would take for one where nothing has changed
-            self._before[key][...] = self._content[key]
         for key in self._keys:
             before = self._before.get(key, Absent.DELETED)
             if self.container.get(key, Absent.DELETED) is not before:
-                _put(self.container, key, before)
+                self._set(key, before)
 
 
 def _has_number(value: Any) -> bool:
@@ -200,4 +207,4 @@ def _is_array(value: object) -> bool:
 
 
 def _copied(array: Any) -> Any:
-    return array.detach().clone() if isinstance(array, Tensor) else array.copy()
+    return keeping_counts(array.detach().clone()) if isinstance(array, Tensor) else array.copy()

@@ -144,6 +144,36 @@ def test_buffers_hold_what_they_would_on_one_device(pool: WorkerPool, layout: La
     assert sum(matrix) == num_seen == 88 and sum(labels) == 44 and len(seen) == num_steps
 
 
+class Cached(Classifier):
+    """Keeps what depends on the batch's size alone in a buffer that is nothing at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("is_even", None, persistent=False)
+        self.length, self.losses = -1, list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if len(x) != self.length:
+            self.is_even = torch.arange(len(x)) % 2 == 0
+            self.length = len(x)
+        return cross_entropy(self(x).masked_fill(self.is_even[:, None] & False, 0.0), y)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def cached(layout: Layout | None) -> Any:
+    module = make(Cached)
+    make_trainer(layout).fit(module, Data(num_train=22, num_val=10))
+    return module.losses
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_cache_in_a_buffer_trains(pool: WorkerPool, layout: Layout) -> None:
+    check_on_every_rank(pool, cached, layout)
+
+
 class NeitherSumNorMean(Appends):
     """Different values: fewer than in the microbatches together, and more than in one of them."""
 
