@@ -74,8 +74,8 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
                 elif type(value) is np.ndarray:
                     attributes[key] = value.copy()
     working = [dict(child.__dict__) for _, child, *_ in saved]
-    whole = [child for name, child in modules if name == ""]
-    own_buffers = {key: copy for each in whole for key, copy in buffers_of(each).items() if copy is not None}
+    root = dict(modules).get("")
+    own_buffers = {} if root is None else {key: copy for key, copy in buffers_of(root).items() if copy is not None}
 
     def changes() -> list[tuple[str, str, Any]]:
         changed = []
