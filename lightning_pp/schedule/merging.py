@@ -10,7 +10,7 @@ import numpy.typing as npt
 from lightning_pp.schedule.program.coded import B, CodedProgram, I, W
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.simulation.costs import StageCosts
-from lightning_pp.schedule.simulation.execution import CostTables, Execution
+from lightning_pp.schedule.simulation.execution import CostTables
 
 
 def merge_first_stage(schedule: Schedule) -> Schedule:
@@ -26,7 +26,7 @@ def merge_where_nobody_waits(schedule: Schedule, costs: StageCosts) -> Schedule:
 
     No action starts later than before.
     """
-    tables, execution = CostTables.build(schedule.placement, costs), Execution(schedule)
+    tables, execution = CostTables.build(schedule.placement, costs), schedule.execution
     run = execution.run(tables)
     n, m = schedule.placement.num_stages, schedule.num_microbatches
     needed_at = np.full((n, m), np.inf)

@@ -19,7 +19,7 @@ import numpy as np
 from lightning_pp.schedule.program.coded import OFFLOAD, RELOAD, B, CodedProgram, F, I
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.simulation.costs import ResolvedCosts, StageCosts
-from lightning_pp.schedule.simulation.execution import CostTables, Execution, Times
+from lightning_pp.schedule.simulation.execution import CostTables, Times
 from lightning_pp.schedule.simulation.memory import exceeds, peak_memory
 
 _SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -39,7 +39,7 @@ def with_offloading(schedule: Schedule, costs: StageCosts) -> Schedule:
     resolved = costs.per_stage(schedule.placement.num_stages)
     if schedule.forward_only or schedule.offloads or not any(resolved.held_on_host):
         return schedule
-    execution = Execution(schedule)
+    execution = schedule.execution
     starts, ends = execution.latest(execution.run(CostTables.build(schedule.placement, costs)))
     programs, shares = [], []
     for program, slots in zip(schedule.coded, execution.slots, strict=True):

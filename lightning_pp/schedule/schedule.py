@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from lightning_pp.schedule.program.notation import csv_text, read_csv
 from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.program.whole_batch import forwards_first, late_forward
 from lightning_pp.schedule.simulation.costs import UNIT_COSTS, StageCosts
+from lightning_pp.schedule.simulation.execution import Execution
 from lightning_pp.schedule.simulation.simulate import Simulation, simulate, time_in_a_row
 from lightning_pp.schedule.validation import check_program
 
@@ -53,6 +55,15 @@ class Schedule:
         """The programs as codes; their stages and microbatches are within the sizes of the schedule."""
         sizes = self.placement.num_stages, self.num_microbatches
         return tuple(CodedProgram.of(program, *sizes) for program in self.programs)
+
+    @cached_property
+    def execution(self) -> Execution:
+        """The order in which its actions can run, whatever they cost; found once."""
+        return Execution(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields alone: what was found of it is found again."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
     def splits_backward(self) -> bool:

@@ -26,7 +26,6 @@ from lightning_pp.schedule.program.notation import CsvTable
 from lightning_pp.schedule.program.picture import picture
 from lightning_pp.schedule.program.whole_batch import late_forward
 from lightning_pp.schedule.simulation.costs import StageCosts
-from lightning_pp.schedule.simulation.execution import Execution
 from lightning_pp.schedule.simulation.memory import exceeds, held_after_each
 
 if TYPE_CHECKING:
@@ -244,7 +243,7 @@ class _Checker:
         schedule = self.schedule
         stuck = {
             rank: len(slots)
-            for rank, (slots, program) in enumerate(zip(Execution(schedule).slots, schedule.programs, strict=True))
+            for rank, (slots, program) in enumerate(zip(schedule.execution.slots, schedule.programs, strict=True))
             if len(slots) < len(program)
         }
         if not stuck:

@@ -296,7 +296,8 @@ class PipelineEngine:
             run = self._preparation.prepare(
                 call, batch, microbatches, seed, factor, follows_estimates=follows_estimates
             )
-        self._comparison.compare_plans(call, run.plans)
+            self._comparison.compare_plans(call, run.plans)
+            self._checks.check_courses(run, batch, self._seed)
         return run
 
     def _next_seed(self, *, training: bool) -> int:

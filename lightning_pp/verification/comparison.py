@@ -133,11 +133,10 @@ def tolerance_of(dtype: torch.dtype | None) -> float:
     return TOLERANCES.get(dtype, _COARSEST)
 
 
-def causes(expected: Facts) -> list[str]:
-    """What is known to make a pipeline of this module differ from one device; where nothing is, what to look at."""
-    found = []
-    if expected.has_batch_norm:
-        found.append("Known cause: BatchNorm in training normalises over a microbatch, on one device over the batch.")
+def causes(expected: Facts, found_by_rank: Facts) -> list[str]:
+    """What is known to make a pipeline of this module differ, and what it warned of; if nothing is, what to look at."""
+    told = [text for text in found_by_rank.warnings if text not in expected.warnings]
+    found = [f"The pipeline warned: {text}" for text in told]
     if expected.draws:
         found.append("Known cause: a step draws random numbers (dropout as a function, noise), others in a pipeline.")
     if tolerance_of(expected.loss_dtype) > TOLERANCES[torch.float64]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ class Failure:
 
     Attributes:
         kind: Name of the exception.
-        message: Its text; of one that is not of this package the traceback.
+        message: Its text; of one that is not of this package, the traceback below.
     """
 
     kind: str
@@ -73,8 +74,11 @@ def _train(job: Job, rank: int, note: Callable[[str], None]) -> Facts:
     try:
         if job.num_processes > 1:
             PipelineParallelStrategy()  # prepares the process as the user's own did, which is only unpickled here
-        return train_twice(job, rank)
+        with warnings.catch_warnings(record=True) as caught:
+            facts = train_twice(job, rank)
+        facts.warnings = list(dict.fromkeys(str(each.message) for each in caught))
+        return facts
     except BaseException as error:
         is_own = type(error).__module__.startswith("lightning_pp")
-        note(str(error) if is_own else traceback.format_exc())
+        note(str(error) if is_own else f"{error}\n{traceback.format_exc()}")
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,18 +53,18 @@ class Facts:
     Attributes:
         num_moments: Moments that were written down.
         num_without_dropout: Modules whose dropout was set to 0.
-        has_batch_norm: Whether the module has a BatchNorm.
         draws: Whether a batch of training or validation moved torch's generator.
         loss_dtype: Of the first loss.
         stages: Of this rank; on one device there are none.
+        warnings: Their texts, each once.
     """
 
     num_moments: int = 0
     num_without_dropout: int = 0
-    has_batch_norm: bool = False
     draws: bool = False
     loss_dtype: torch.dtype | None = None
     stages: str = ""
+    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,6 @@ def train_twice(job: Job, rank: int) -> Facts:
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=False)
         trainer.save_checkpoint(path)
         recorder.note_end(trainer, path)
-    facts.has_batch_norm = any("BatchNorm" in type(part).__name__ for part in module.modules())
     return facts
 
 

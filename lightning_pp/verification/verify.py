@@ -106,7 +106,7 @@ def _verify(job: Job, devices: int, precision: Any) -> Verification:
     result = Verification()
     plain = run(job)
     if isinstance(plain, Failure):
-        reason = plain.message.strip().splitlines()[-1]
+        reason = f"{plain.kind}: {plain.message.partition(chr(10))[0]}"
         job = replace(job, trainer={**job.trainer, "precision": precision}, folder=job.folder.parent / "again")
         plain = run(job)
         if isinstance(plain, Failure):
@@ -130,7 +130,7 @@ def _verify(job: Job, devices: int, precision: Any) -> Verification:
     result.differences, result.compared = comparison.differences, comparison.compared
     result.largest = comparison.largest
     if result.differences:
-        result.causes = causes(facts)
+        result.causes = causes(facts, ranks[0])
     elif not result.compared.get("loss"):
         result.failure = "the training on one device ran no batch"
     return result

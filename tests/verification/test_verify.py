@@ -131,4 +131,5 @@ def test_a_known_cause_is_told() -> None:
     assert (first.place, first.kind) == ("training, batch_idx=0", "loss")
     assert {each.stage for each in result.differences if each.kind == "gradient"} == {"0", "1", "2"}
     assert any(each.kind == "buffer" and each.name.startswith("norm.running_mean") for each in result.differences)
-    assert len(result.causes) == 1 and "BatchNorm in training normalises over a microbatch" in str(result)
+    told = "The pipeline warned: BatchNorm normalises over microbatches of 2 samples, not over the batch"
+    assert len(result.causes) == 1 and told in str(result)

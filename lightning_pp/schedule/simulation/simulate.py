@@ -194,7 +194,7 @@ def _complete_execution(schedule: Schedule) -> Execution:
     Raises:
         ScheduleError: A rank waits for ever.
     """
-    execution = Execution(schedule)
+    execution = schedule.execution
     for rank, (slots, program) in enumerate(zip(execution.slots, schedule.programs, strict=True)):
         if len(slots) < len(program):
             raise ScheduleError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -456,6 +456,11 @@ class StepRecord:
         """All that may differ between records of one path."""
         calls = [(call.shapes, [leaf.spec or leaf.fake for leaf in call.leaves]) for call in self.calls]
         return calls, [operation.result.spec for operation in self.operations.values()]
+
+    @cached_property
+    def course(self) -> Hashable:
+        """Which units it calls, and from which lines it calls what reduces: the same for batches of other sizes."""
+        return frozenset(call.unit for call in self.calls), frozenset(each.place.site for each in self.reductions)
 
     @cached_property
     def num_alike(self) -> Mapping[OperationPlace, int]:

@@ -42,6 +42,13 @@ def estimate_of(value: Any) -> Estimate | None:
     return getattr(value, _ESTIMATE, None) if isinstance(value, Tensor) else None
 
 
+def marked_as(tensor: Tensor, other: Tensor) -> Tensor:
+    """``other``, which is an estimate if ``tensor`` is one."""
+    if hasattr(tensor, _ESTIMATE):
+        setattr(other, _ESTIMATE, estimate_of(tensor))
+    return other
+
+
 def follow(
     kind: Kind | None,
     function: Any,

@@ -42,6 +42,7 @@ _NAMES: Mapping[Kind, tuple[str, ...]] = {
         "transpose", "permute", "swapaxes", "movedim", "t", "__getitem__", "select", "narrow", "index_select",
         "gather", "take", "split", "chunk", "unbind", "cpu", "cuda", "stack", "cat", "concat", "concatenate", "hstack",
         "nan_to_num", "broadcast_to", "repeat", "tile", "flip", "roll", "diagonal", "trace", "conj", "real",
+        "zeros_like",
     ),
     Kind.READING: (
         "__get__", "__set__", "__delete__", "item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__",

@@ -13,7 +13,7 @@ from lightning_pp.errors import SplitError
 from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.record.reduction import Kind, Place
 from lightning_pp.split.record.source_lines import line_text, user_line
-from lightning_pp.split.reductions.estimates import follow
+from lightning_pp.split.reductions.estimates import follow, marked_as
 from lightning_pp.split.reductions.facts import Fact, Facts
 from lightning_pp.split.reductions.functions import GREATEST, REVERSED, SCATTERS, LossCall, kind_of
 from lightning_pp.split.reductions.places import Places
@@ -150,7 +150,7 @@ class ScaledStep(OutsideUnits):
         if self._is_paused or _as_they_are or running_unit():
             return func(*args, **kwargs)
         kind = kind_of(func)
-        if func.__name__ in INTEGERS or (func.__name__ in _EQUALITIES and any(type(each) is int for each in args)):
+        if func.__name__ in INTEGERS or (func.__name__ in _EQUALITIES and any(type(n) is int and n for n in args)):
             args = tuple(getattr(each, _OWN_COUNT, each) for each in args)  # as mask.sum() == mask.numel() has it
             return self._noted(func(*args, **kwargs))
         if self._unknown:  # to ask whether such a count equals a number, as above, is harmless
@@ -160,7 +160,8 @@ class ScaledStep(OutsideUnits):
         if kind is None or kind is Kind.LINEAR:
             result = self._other(kind, func, args, kwargs)
             if self._follows and not _of_each_row(func, args):
-                follow(kind, func, list(tensors_given(args, kwargs)), (), result, reduces=False, line=user_line)
+                given = list(map(self._normal, tensors_given(args, kwargs)))
+                follow(kind, func, given, (), result, reduces=False, line=user_line)
             return result
         called = self._places.next(func.__name__)
         if called is None:
@@ -214,7 +215,7 @@ class ScaledStep(OutsideUnits):
         name = func.__name__
         if name in _CONVERSIONS and isinstance(args[0], Tensor):
             own = func(getattr(args[0], _OWN_COUNT, args[0]), *args[1:], **kwargs)
-            if not (own.is_floating_point() or own.is_complex()):
+            if not _is_real(own):
                 if not args[0].is_floating_point():
                     return set_degree(own, degree_of(args[0]))
                 # a share of a count would be cut off, and so would 19.999999 of 20
@@ -225,7 +226,7 @@ class ScaledStep(OutsideUnits):
                 return result
         if kind is Kind.LINEAR and len(degrees) == 1:
             return set_degree(func(*args, **kwargs), degrees.pop())
-        if name.endswith("_") and not name.endswith("__") and isinstance(args[0], Tensor):
+        if _writes_in_place(name) and isinstance(args[0], Tensor):
             self._make_normal(args[0])
         return func(*self._all_normal(args), **self._all_normal(kwargs))
 
@@ -314,7 +315,7 @@ class ScaledStep(OutsideUnits):
             return func(*args, **kwargs)
         if len(set(counting)) == 1:
             return set_degree(func(*args, **kwargs), counting[0])
-        if func.__name__.endswith("_") and not func.__name__.endswith("__"):
+        if _writes_in_place(func.__name__):
             self._make_normal(args[0])
             degrees = [0.0, *degrees[1:]]
         return set_degree(func(*self._all_normal(args, degrees), **kwargs), 0)
@@ -365,12 +366,15 @@ class ScaledStep(OutsideUnits):
 
     def _normal(self, tensor: Tensor) -> Tensor:
         degree = degree_of(tensor)
-        return tensor if degree == 0 else tensor * self._share**-degree
+        return tensor if degree == 0 else marked_as(tensor, tensor * self._share**-degree)
 
     def _make_normal(self, tensor: Tensor) -> None:
         degree = degree_of(tensor)
+        if hasattr(tensor, _OWN_COUNT):
+            delattr(tensor, _OWN_COUNT)
         if degree != 0:
-            tensor.mul_(self._share**-degree)
+            factor = self._share**-degree
+            tensor.mul_(factor) if _is_real(tensor) else tensor.copy_((tensor * factor).round())
             set_degree(tensor, 0)
 
     def _all_normal(self, arguments: Any, degrees: list[float] | None = None) -> Any:
@@ -435,14 +439,22 @@ def extreme_of(tensor: Tensor) -> str | None:
 
 def keeping_counts(tensor: Tensor) -> Tensor:
     """``tensor``; if it has whole numbers, what is added to it in place is a microbatch's own count."""
-    setattr(tensor, _KEEPS, not (tensor.is_floating_point() or tensor.is_complex()))
+    setattr(tensor, _KEEPS, not _is_real(tensor))
     return tensor
 
 
 def _keeps_count(func: Any, args: tuple[Any, ...]) -> bool:
-    name = func.__name__
-    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    in_place = func.__name__.startswith("__i") or _writes_in_place(func.__name__)
     return in_place and getattr(args[0], _KEEPS, False)
+
+
+def _writes_in_place(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Whether it can hold fractions."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def degree_of(value: Any) -> float:

@@ -1,10 +1,10 @@
-"""The first batches of a run are checked before they are run."""
+"""The first batches of a run are checked before they are run, and later ones in which a step does something new."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.errors import SplitError, add_note
 from lightning_pp.split._torch_private import version_of
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.fakes.parameters import is_fake
@@ -51,6 +52,7 @@ class BatchChecks:
     is_on: bool = field(kw_only=True)
     _num_left: dict[str, int] = field(default_factory=dict, init=False)
     _told: set[str] = field(default_factory=set, init=False)
+    _courses: set[Any] = field(default_factory=set, init=False)
 
     def start(self) -> None:
         """A run of the trainer begins."""
@@ -68,18 +70,52 @@ class BatchChecks:
             return False
         self._num_left[call.step] = left - 1
         if len(microbatches) > 1 or self.groups.num_replicas > 1:
-            self._check_part(call, batch, microbatches, seed)
+            self._check_part(call, batch, microbatches, seed, self.groups)
         return True
 
-    def _check_part(self, call: StepCall, batch: Any, microbatches: Sequence[Microbatch], seed: int) -> None:
+    def check_courses(self, run: BatchRun, batch: Any, seed: int) -> None:
+        """Checks a batch if the step does with one of its microbatches what it did in no check so far.
+
+        A branch may wait for a number of steps, or for values of a batch. Other replicas need not take part.
+
+        Raises:
+            SplitError: As :meth:`check`.
+        """
+        call, courses = run.call, [(run.call.step, plan.record.course) for plan in run.plans]
+        new = [index for index, course in enumerate(courses) if course not in self._courses]
+        is_checked = self.is_on and call.step in NUM_CHECKED and call.training == (call.step == "training_step")
+        if not new or not is_checked or (len(courses) == 1 and self.groups.num_replicas == 1):
+            return
+        self._courses.update(courses)
+        # two microbatches of which one alone does what is new, if there are such
+        first = next((index for index in new if courses[index] != courses[(index ^ 1) % len(courses)]), new[0])
+        groups = replace(self.groups, data_parallel=None, same_stages=None)
+        try:
+            self._check_part(call, batch, run.microbatches, seed, groups, first if len(set(courses)) > 1 else None)
+        except SplitError as error:
+            add_note(
+                error,
+                f"Batch {call.batch_idx} was checked because {call.step} takes a branch in it that no checked batch took.",
+            )
+            raise
+
+    def _check_part(
+        self,
+        call: StepCall,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        seed: int,
+        groups: ControlGroups,
+        pair_of: int | None = None,
+    ) -> None:
         module = self.preparation.module
         if call.training:
             warn_batch_norm(module, microbatches[0].num_samples)
-        sizes = self.preparation.two_sizes(microbatches, batch)
-        if all(self.groups.gather(sizes is not None, "whether a first batch is checked")) and sizes is not None:
+        sizes = self.preparation.two_sizes(microbatches, batch, pair_of)
+        if all(groups.gather(sizes is not None, "whether a batch is checked")) and sizes is not None:
             tolerance = tolerance_of(module, step_dtypes(self.precision).compute, self.device)
             units, allows_auxiliary = self.preparation.split.units, self.preparation.allows_auxiliary
-            check = PartCheck(module, call.step, sizes, self.groups, units, tolerance, self._told, allows_auxiliary)
+            check = PartCheck(module, call.step, sizes, groups, units, tolerance, self._told, allows_auxiliary)
             check.run(partial(self._observe, call, sizes.whole.data, seed))
 
     def _observe(
@@ -99,6 +135,7 @@ class BatchChecks:
             ):
                 stack.enter_context(scope)
             run = preparation.prepare(call, batch, microbatches, seed, 1.0, around=around)
+            self._courses.update((call.step, plan.record.course) for plan in run.plans)
             stack.callback(run.updates.undo)
             stack.enter_context(preparation.metrics.untouched())
             before = {(id(buffer), version_of(buffer)) for _, buffer in preparation.module.named_buffers()}

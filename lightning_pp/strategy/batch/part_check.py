@@ -227,7 +227,7 @@ class PartCheck:
             if innermost_user_line(error) != UNKNOWN_LINE:  # otherwise not the user's step: another rank has failed
                 sizes = " and ".join(map(str, sorted({part.num_samples for part in self.sizes.parts})))
                 note = (
-                    f"{self.step} was run on parts of the first batch, of {self.sizes.whole.num_samples} and of "
+                    f"{self.step} was run on parts of a batch, of {self.sizes.whole.num_samples} and of "
                     f"{sizes} samples, to check that its loss adds up. If it works for microbatches, "
                     "check_first_batches=False turns this check off."
                 )

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from lightning_pp.schedule import Schedule, StageCosts
-from lightning_pp.schedule.simulation.execution import CostTables, Execution
+from lightning_pp.schedule.simulation.execution import CostTables
 
 _STEPS_SIMULATED = 9
 _STEPS_AVERAGED = 4
@@ -62,7 +62,7 @@ class StepModel:
     @cached_property
     def step_ms(self) -> float:
         """The time from one step to the next."""
-        execution, tables = Execution(self.schedule), self._tables()
+        execution, tables = self.schedule.execution, self._tables()
         begin = [0.0] * self.schedule.placement.num_ranks
         firsts = []
         for _ in range(_STEPS_SIMULATED):
@@ -74,7 +74,7 @@ class StepModel:
     @property
     def bubble(self) -> float:
         """``1 - work / longest span`` of a step whose ranks begin together."""
-        longest = float(Execution(self.schedule).run(self._tables()).spans().max())
+        longest = float(self.schedule.execution.run(self._tables()).spans().max())
         work = self.work_ms()
         return 1 - sum(work) / len(work) / longest if longest else 0.0
 

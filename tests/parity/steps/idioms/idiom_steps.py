@@ -192,6 +192,27 @@ def losses_by_class_scattered_into_zeros(module: Any, batch: Any) -> Tensor:
 
 
 @additive
+def counts_of_absent_classes_set(module: Any, batch: Any) -> Tensor:
+    classes = F.one_hot(batch["target"], CLASSES)
+    counts = classes.sum((0, 1))
+    counts[counts == 0] = 1
+    return ((token_losses(module, batch)[..., None] * classes).sum((0, 1)) / counts).sum()
+
+
+@additive
+def all_losses_by_a_count_that_may_be_none(module: Any, batch: Any) -> Tensor:
+    losses, count = token_losses(module, batch).sum(), (batch["target"][:, 0] == 1).sum()
+    return torch.where(count == 0, losses * 0, losses / count.clamp(min=1))
+
+
+@additive
+def division_that_is_zero_by_zero(module: Any, batch: Any) -> Tensor:
+    mask = batch["mask"] * (batch["target"] == 1)
+    total, count = (token_losses(module, batch) * mask).sum(), mask.sum()
+    return torch.where(count == 0, torch.zeros_like(total * count), total / count)
+
+
+@additive
 def scaled_by_the_largest_weight(module: Any, batch: Any) -> Tensor:
     return (token_losses(module, batch).mean(1) * batch["weight"] / batch["weight"].max()).mean()
 
