@@ -211,6 +211,7 @@ def _attempt(
                 run.need_at_end(value, f"the attribute {attribute!r} of {name or type(module).__name__}")
         run.merge_end()
         record.has_dynamic_shapes |= recorder.makes_integers
+        record.depends_on_batch_values |= recorder.asks_for_rows
         record.mutated_attributes = tuple((name, attribute) for name, attribute, _ in changed)
 
         def left() -> list[Left]:

@@ -50,6 +50,7 @@ class ReductionRecorder(OutsideUnits):
     Attributes:
         reductions: The calls so far, in order.
         makes_integers: Whether the step makes Python integers of what the batch alone decides (``int(mask.sum())``).
+        asks_for_rows: Whether the step asks how many rows values have selected (``len(x[mask])``), and may branch.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class ReductionRecorder(OutsideUnits):
         super().__init__()
         self._depends_on_units = depends_on_units
         self.reductions: list[Reduction] = []
-        self.makes_integers = False
+        self.makes_integers = self.asks_for_rows = False
         self._depends_on_weights = depends_on_weights
         self._places = Places()
         self._earlier: dict[Place, Reduction] = {}
@@ -81,6 +82,7 @@ class ReductionRecorder(OutsideUnits):
             return func(*args, **kwargs)
         is_noted = kind_of(func) in _NOTED
         self.makes_integers |= func.__name__ in INTEGERS
+        self.asks_for_rows |= (func.__name__ in _SIZES or func == _SHAPE) and hasattr(args[0], _SELECTED)
         called = self._places.next(func.__name__) if is_noted else None
         result = func(*args, **kwargs)
         if called is not None:
@@ -168,6 +170,7 @@ def _set(mark: str, result: Any, value: Any = True) -> None:
 
 _SELECTED, _COUNTED, _FIRST = "_pp_selected", "_pp_counted", "_pp_first"
 _SELECTING = ("masked_select", "nonzero", "argwhere", "unique")
+_SIZES, _SHAPE = ("size", "numel", "nelement", "__len__"), Tensor.shape.__get__  # type: ignore[attr-defined]
 INTEGERS = ("__int__", "__index__")
 _MOST_ELEMENTS = 1 << 16
 

@@ -87,16 +87,11 @@ class BatchChecks:
         if not new or not is_checked or (len(courses) == 1 and self.groups.num_replicas == 1):
             return
         self._courses.update(courses)
-        # two microbatches of which one alone does what is new, if there are such
-        first = next((index for index in new if courses[index] != courses[(index ^ 1) % len(courses)]), new[0])
         groups = replace(self.groups, data_parallel=None, same_stages=None)
         try:
-            self._check_part(call, batch, run.microbatches, seed, groups, first if len(set(courses)) > 1 else None)
+            self._check_part(call, batch, run.microbatches, seed, groups, _mixed_part(courses, new))
         except SplitError as error:
-            add_note(
-                error,
-                f"Batch {call.batch_idx} was checked because {call.step} takes a branch in it that no checked batch took.",
-            )
+            add_note(error, f"Batch {call.batch_idx} was checked: {call.step} takes a branch in it that is new.")
             raise
 
     def _check_part(
@@ -106,12 +101,12 @@ class BatchChecks:
         microbatches: Sequence[Microbatch],
         seed: int,
         groups: ControlGroups,
-        pair_of: int | None = None,
+        part: tuple[int, int] | None = None,
     ) -> None:
         module = self.preparation.module
         if call.training:
             warn_batch_norm(module, microbatches[0].num_samples)
-        sizes = self.preparation.two_sizes(microbatches, batch, pair_of)
+        sizes = self.preparation.two_sizes(microbatches, batch, part)
         if all(groups.gather(sizes is not None, "whether a batch is checked")) and sizes is not None:
             tolerance = tolerance_of(module, step_dtypes(self.precision).compute, self.device)
             units, allows_auxiliary = self.preparation.split.units, self.preparation.allows_auxiliary
@@ -154,3 +149,17 @@ class BatchChecks:
                 return observed(run, outputs if self.groups.is_last_stage else None, moved)
             except Exception as error:  # the other ranks hear of it when outcomes are exchanged
                 return error
+
+
+def _mixed_part(courses: Sequence[Any], new: Sequence[int]) -> tuple[int, int] | None:
+    """The smallest part of a batch in which some microbatches do what is ``new`` and others do not.
+
+    Into how many parts the batch is cut for it, and which of them it is; None where all do the same.
+    """
+    number = len(courses)
+    for num_parts in (parts for parts in range(number // 2, 0, -1) if number % parts == 0):
+        size = number // num_parts
+        for first in range(0, number, size):
+            if len(set(courses[first : first + size])) > 1 and any(first <= index < first + size for index in new):
+                return num_parts, first // size
+    return None

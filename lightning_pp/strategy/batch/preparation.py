@@ -259,12 +259,14 @@ class BatchPreparation:
         kept = kept_by_step(self.module, list(mutated), list(self.split.units))
         return StepAttributes(self.module, kept, self._learned)
 
-    def two_sizes(self, microbatches: Sequence[Microbatch], batch: Any, pair_of: int | None = None) -> TwoSizes | None:
+    def two_sizes(
+        self, microbatches: Sequence[Microbatch], batch: Any, part: tuple[int, int] | None = None
+    ) -> TwoSizes | None:
         """A part of ``batch`` at two sizes, as a check or a comparison of dry runs takes it; see :func:`two_sizes`."""
         if self._ends_with_batch and len(microbatches) > 1:  # the end may need all samples
             return TwoSizes(in_one_piece(batch, microbatches), microbatches)
         try:
-            return two_sizes(microbatches, batch, self._cutter.cut_into, pair_of, is_cut_by_user=self._cutter.is_users)
+            return two_sizes(microbatches, batch, self._cutter.cut_into, part, is_cut_by_user=self._cutter.is_users)
         except BatchError:  # the user's function may refuse to cut a part further, such as a single document
             if not self._cutter.is_users:
                 raise

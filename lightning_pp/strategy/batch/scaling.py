@@ -50,18 +50,19 @@ def two_sizes(
     microbatches: Sequence[Microbatch],
     batch: Any,
     cut: Callable[[Any, int], Sequence[Microbatch]],
-    pair_of: int | None = None,
+    part: tuple[int, int] | None = None,
     *,
     is_cut_by_user: bool,
 ) -> TwoSizes | None:
     """A part of ``batch`` at two sizes: its first microbatch and halves of it, or, where those are small, two of them.
 
-    Or the microbatch ``pair_of`` and one beside it. None where there is only one sample.
+    Or that ``part`` of it: into how many parts it is cut, and which of them. None where there is only one sample.
     """
-    first, num_pairs = microbatches[0], max(1, len(microbatches) // 2)
-    if (pair_of is not None or first.num_samples < _SAMPLES_TO_HALVE) and len(microbatches) > 1:
-        pairs = cut(batch, num_pairs)
-        first = pairs[min((pair_of or 0) // 2, len(pairs) - 1)]
+    first = microbatches[0]
+    if part is None and first.num_samples < _SAMPLES_TO_HALVE and len(microbatches) > 1:
+        part = max(1, len(microbatches) // 2), 0
+    if part is not None:
+        first = cut(batch, part[0])[part[1]]
     parts = cut(first.data, 2)
     return TwoSizes(replace(first, weight=1.0), parts, is_cut_by_user) if len(parts) == 2 else None
 

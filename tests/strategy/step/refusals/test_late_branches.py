@@ -1,0 +1,120 @@
+"""A branch that a step takes for the first time after the checked batches is checked before it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from parity_run import Layout
+from pipelined_fit import trainer
+from pool import WorkerPool
+from small_models import Blocks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+NUM_BATCHES, LATE, BATCH_SIZE, RARE = 6, 4, 8, 3
+
+
+class Late(Blocks):
+    """Does something else from a batch on, or for samples that come late."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h, labels = batch
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        return self.loss(h, nn.functional.cross_entropy(h, labels, reduction="none"), labels == RARE)
+
+    def loss(self, h: Tensor, losses: Tensor, are_rare: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class ComparesSamples(Late):
+    def loss(self, h: Tensor, losses: Tensor, are_rare: Tensor) -> Tensor:
+        extra = torch.logsumexp(h @ h.T, -1).mean() if self.global_step >= LATE else 0.0
+        return losses.mean() + extra
+
+
+class ReplacesTheLoss(Late):
+    def loss(self, h: Tensor, losses: Tensor, are_rare: Tensor) -> Tensor:
+        return h.var() if self.global_step >= LATE else losses.mean()
+
+
+class LosesAMicrobatch(Late):
+    """On one device only a batch without rare samples is lost."""
+
+    def loss(self, h: Tensor, losses: Tensor, are_rare: Tensor) -> Tensor:
+        rare = losses[are_rare]
+        return losses.sum() * 0 if len(rare) == 0 else losses.sum() / len(rare)
+
+
+class LosesAMicrobatchByNumber(Late):
+    def loss(self, h: Tensor, losses: Tensor, are_rare: Tensor) -> Tensor:
+        return losses.sum() * 0 if int(are_rare.sum()) == 0 else losses.sum() / are_rare.sum()
+
+
+class LosesABatch(Late):
+    """The same of a tensor, which is the count of the batch."""
+
+    def loss(self, h: Tensor, losses: Tensor, are_rare: Tensor) -> Tensor:
+        count = are_rare.sum()
+        return losses.sum() * 0 if count == 0 else losses.sum() / count
+
+
+class AddsAMean(Late):
+    def loss(self, h: Tensor, losses: Tensor, are_rare: Tensor) -> Tensor:
+        extra = h.square().mean() if self.global_step >= LATE else 0.0
+        return losses.mean() + extra
+
+
+def loader() -> DataLoader[Any]:
+    """Every second sample is rare; in the last half of a late batch none is."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(NUM_BATCHES * BATCH_SIZE, 8, generator=generator)
+    labels = torch.randint(RARE, (len(x),), generator=generator)
+    labels[::2] = RARE
+    labels[LATE * BATCH_SIZE + BATCH_SIZE // 2 : (LATE + 1) * BATCH_SIZE] = 0
+    return DataLoader(TensorDataset(x, labels), batch_size=BATCH_SIZE)
+
+
+class Updates(pl.Callback):
+    """What the losses were, and how often the weights were updated."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def train(kind: type[Late], layout: Layout | None) -> tuple[list[float], str]:
+    """In a worker: the losses of batches that were trained, and the error that ended it."""
+    module, updates = kind(), Updates()
+    options: dict[str, Any] = {"precision": "64-true", "callbacks": [updates], "use_distributed_sampler": False}
+    run = trainer(1, "auto", **options) if layout is None else trainer(layout.world_size, layout.strategy(), **options)
+    try:
+        run.fit(module, loader())
+    except Exception as error:
+        return updates.losses, f"{error} {getattr(error, '__notes__', '')}"
+    return updates.losses, ""
+
+
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize("layout", [Layout("1f1b", 2, num_microbatches=4), Layout("zb_v", 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("kind", [ComparesSamples, ReplacesTheLoss, LosesAMicrobatch, LosesAMicrobatchByNumber])
+def test_is_refused_before_its_batch_is_trained(pool: WorkerPool, kind: type[Late], layout: Layout) -> None:
+    expected, _ = pool.run(train, kind, None, world_size=1, timeout=60)[0]
+    for losses, error in pool.run(train, kind, layout, world_size=layout.world_size, timeout=120):
+        assert losses == pytest.approx(expected[:LATE], rel=1e-9)
+        assert "The loss of training_step" in error and "depends on how the batch is cut" in error, error
+        assert f"Batch {LATE} was checked: training_step takes a branch in it that is new." in error
+
+
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize("layout", [Layout("1f1b", 2, num_microbatches=4), Layout("zb_v", 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("kind", [LosesABatch, AddsAMean])
+def test_trains_as_on_one_device_where_it_adds_up(pool: WorkerPool, kind: type[Late], layout: Layout) -> None:
+    expected, _ = pool.run(train, kind, None, world_size=1, timeout=60)[0]
+    for losses, error in pool.run(train, kind, layout, world_size=layout.world_size, timeout=120):
+        assert error == "" and losses == pytest.approx(expected, rel=1e-9)
