@@ -94,8 +94,9 @@ class PathComparison:
         """:meth:`followed`, and what the step raised."""
         record, recorder = path.record, ReductionRecorder(is_fake, is_fake, earlier)
         with ExitStack() as stack:
-            # the code between units may write into parameters
-            stack.enter_context(self.unit_sizes.in_rehearsal(from_start=bool(record.updates)))
+            # the code between units may use and write into parameters, also those that this rank has not
+            uses_parameters = bool(record.updates or record.parameters_used_outside())
+            stack.enter_context(self.unit_sizes.in_rehearsal(from_start=uses_parameters))
             stack.enter_context(recorder)
             stack.enter_context(path.watch)
             matches, failure = rehearse(

@@ -72,13 +72,14 @@ class StepPlan:
         """Numbers of the operations between units whose results cross."""
         return operations_that_cross(edge.value for edge in self.edges)
 
-    def messages(self) -> list[str]:
+    @cached_property
+    def messages(self) -> tuple[str, ...]:
         """Every edge in words, for a comparison of ranks."""
-        return [
+        return tuple(
             f"{self._name(edge.value)}, {str(edge.spec.dtype).removeprefix('torch.')} of shape {edge.spec.shape}, from "
             f"stage {edge.source} to stage {edge.target}{' and its gradient back' if edge.has_gradient else ''}"
             for edge in self.edges
-        ]
+        )
 
     def _name(self, value: Value) -> str:
         if value.made_by_unit:
