@@ -45,7 +45,7 @@ def check_ranks(callback: str, ranks: object) -> None:
         return
     if not isinstance(ranks, (list, tuple)) or not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
         raise ConfigurationError(
-            f"{callback}(ranks={ranks!r}) must be 'all', or a list of the numbers of processes: [0, 3]."
+            f"{callback}(ranks={ranks!r}) must be 'all', or a list of process numbers, such as [0, 3]."
         )
 
 

@@ -103,8 +103,8 @@ def check_same_given(fingerprints: Sequence[Fingerprint], batch_idx: int) -> Non
         raise BatchError(
             f"The ranks of one pipeline loaded the same batch {batch_idx}, but it differs after "
             f"on_after_batch_transfer{different}. Every rank must pass its step the same batch. In transfer hooks, "
-            "draw from the default generators, which are equal on all ranks of a pipeline, or from one that is "
-            "seeded equally. Let nothing in them depend on the rank."
+            "draw from the default generators, which are equal on all ranks of a pipeline, or from one that is seeded "
+            "equally. Transfer hooks must not depend on the rank."
         )
 
 

@@ -270,5 +270,5 @@ def text_of(document: Mapping[str, Any], field: str, place: str) -> str:
         )
     text = document[field]
     if not isinstance(text, str):
-        raise ConfigurationError(f"{place}: {field} is a {type(text).__name__}, and no text")
+        raise ConfigurationError(f"{place}: {field} is a {type(text).__name__}, not text")
     return text

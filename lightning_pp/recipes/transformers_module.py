@@ -90,7 +90,7 @@ class TransformersModule(RecipeModule):
             self.model = kind.from_config(self.config, dtype=dtype)
         elif _without_memory():
             raise ValueError(
-                f"meta_init makes parameters without memory, so the weights of {self.directory} have no place. Give "
+                f"meta_init makes parameters without memory, so the weights of {self.directory} cannot be loaded. Give "
                 f"model.weights=false and strategy.initial_weights={self.directory}, or leave strategy.meta_init out."
             )
         else:

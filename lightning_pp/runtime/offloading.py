@@ -201,7 +201,7 @@ class SavedTensors:
         packed.memory.check()
         content = packed.memory.content
         if content is None:
-            raise RuntimeError("A backward has come before the RELOAD of what its forward saved, which is on the host.")
+            raise RuntimeError("A backward began before the RELOAD of what its forward had saved on the host.")
         with torch.no_grad():
             empty = torch.empty(0, dtype=packed.dtype, device=content.device)
             return empty.set_(content.untyped_storage(), packed.offset, packed.shape, packed.stride)

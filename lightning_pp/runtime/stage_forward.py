@@ -114,9 +114,9 @@ class _Call:
 _KNOWN_IN_ADVANCE = (
     "Every stage must know in advance which units a step calls. The choice may depend on the values of a microbatch, "
     "on batch_idx, on what the module reads from its trainer (self.global_step, self.current_epoch) and on its plain "
-    "attributes. A sum, a count or any() over samples is the whole batch's while the step runs, but not when it is "
-    "recorded: make a choice by these inside a unit. If it depends on something else (a global variable, the inside of "
-    "another object, a trainer not reached through the module), set dynamic_step=True on the strategy."
+    "attributes. Make a choice by a sum, a count or any() over samples inside a unit: these cover the whole batch "
+    "while the step runs, but not when it is recorded. If it depends on something else (a global variable, the inside "
+    "of another object, a trainer not reached through the module), set dynamic_step=True on the strategy."
 )
 
 
@@ -192,7 +192,7 @@ def _another_size(call: _Call, leaf: int, tensor: Tensor, spec: TensorSpec) -> S
     if leaf < 0:
         what, foreseen = (
             "A tensor that is not an output",
-            "Foreseen by the sizes of its tensor inputs was",
+            "By the sizes of the unit's inputs it should have",
         )
     return SplitError(
         f"{what} of the unit {call.unit!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}. {foreseen} "

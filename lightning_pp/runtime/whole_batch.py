@@ -119,9 +119,9 @@ class TailRun:
             if join.rows_per_sample > 1 and join.rows_per_sample not in orders.by_sample:
                 call = record.calls[value.call]
                 raise SplitError(
-                    f"The unit {call.unit!r} ({call.line}) gives {join.rows_per_sample} rows for each sample, and the "
-                    "code after the last unit needs them for the whole batch. Nothing that the units are given shows "
-                    "whether the rows of one sample stand together. Keep a dimension for the samples alone: return "
+                    f"The unit {call.unit!r} ({call.line}) returns {join.rows_per_sample} rows for each sample, and "
+                    "the code after the last unit needs them for the whole batch. The inputs of the units do not show "
+                    "whether the rows of one sample are neighbours. Keep a dimension for the samples alone: return "
                     "[samples, rows, ...] from the unit and reshape after the last unit."
                 )
             tensors = [part.pop(value).detach() for part in parts]

@@ -239,7 +239,7 @@ def own_shard(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placem
             index = coordinate[axis]
             whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
         elif not isinstance(placement, Replicate):
-            raise CheckpointError(f"a whole tensor cannot be loaded into one that is placed as {placement}")
+            raise CheckpointError(f"a whole tensor cannot be loaded into a DTensor with placement {placement}")
     return whole
 
 

@@ -189,7 +189,7 @@ def _refuse_crushed_url(path: Path) -> None:
         if part.endswith(":") and part[:-1] in available_protocols() and part[:-1] not in ("file", "local"):
             raise CheckpointError(
                 f"{path} was a URL before pathlib turned its two slashes into one. Give the URL as a string, "
-                f"{part}//..., wherever it is given (dirpath, default_root_dir, ckpt_path)"
+                f"{part}//..., everywhere (dirpath, default_root_dir, ckpt_path)"
             )
 
 

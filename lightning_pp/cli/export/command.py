@@ -111,9 +111,9 @@ def _model(
         )
     if look_like_peft(opened.content["state_dict"]):
         raise ConfigurationError(
-            "the checkpoint holds a model of PEFT, whose names from_pretrained does not know as they are. The export "
-            f"needs a module that wraps this model, but {why}. Or give a target FILE.safetensors for the tensors as "
-            "they are"
+            "the checkpoint holds a model of PEFT, and from_pretrained does not know its names. So the export needs a "
+            f"module that wraps this model, but {why}. Or give a target FILE.safetensors to write the tensors under "
+            "these names"
         )
     return None
 

@@ -142,7 +142,7 @@ def _machine_findings(values: Sequence[dict[str, Any]]) -> list[Finding]:
             problems.append(Finding(Status.WARNING, f"Ranks have different devices: {', '.join(names)}.", advice))
         problems += _container_findings(mine)
     elif mine["num_ranks_here"] > mine["num_cpus"]:
-        found = f"{mine['num_ranks_here']} processes share {mine['num_cpus']} CPUs; times say little."
+        found = f"{mine['num_ranks_here']} processes share {mine['num_cpus']} CPUs, so measured times mean little."
         problems.append(Finding(Status.WARNING, found, "Take fewer processes (--devices) to measure."))
     shm = mine["shm_bytes"]
     if shm is not None and shm < _LEAST_SHM_BYTES:

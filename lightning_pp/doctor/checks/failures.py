@@ -71,7 +71,7 @@ def judge_ends(outcomes: Sequence[Outcome]) -> list[Finding]:
     if victim.noted != _FAILING:
         found = f"The training did not come to batch {_AT_BATCH}: {victim}."
     elif victim.has_returned:
-        found = f"Rank {number} was to fail and did not."
+        found = f"Rank {number} should have failed but did not."
     elif late:
         ranks = ", ".join(str(outcome.rank) for outcome in late)
         found = f"Ranks {ranks} had not ended {max(o.seconds for o in late) - at:.0f} s after rank {number} failed."

@@ -114,14 +114,14 @@ def judge(values: Sequence[list[dict[str, Any]]]) -> list[Finding]:
         advice = "Do not train with these settings; attach the JSON to an issue."
         return [Finding(Status.FAILURE, found, advice, list(values))]
     shares = ", ".join(f"{share:.1g} in {precision}" for precision, share in largest.items() if share)
-    found = f"{len(values[0])} trainings of {_NUM_STEPS} steps are those of one device; parameters differ by {shares}."
+    found = f"{len(values[0])} trainings of {_NUM_STEPS} steps equal one device's; parameters differ by {shares}."
     return [Finding(Status.OK, found, details=list(values))]
 
 
 CHECKS = [
     Check(
         "parity",
-        "three steps of 1f1b, zb_h1 and zb_v, with and without replicas, are those of one device",
+        "three steps of 1f1b, zb_h1 and zb_v, with and without replicas, equal those of one device",
         train,
         judge,
         limit_s=120.0,

@@ -83,7 +83,7 @@ class DeviceMemory:
         if model != self.model:
             sizes, record = split.parameter_sizes, split.counted.record
             estimate = model.estimate(record, split.partition, split.placement, sizes, schedule)
-            what = f"training with {type(optimizer).__name__}, for which the model was not cut,"
+            what = f"training with {type(optimizer).__name__} (the model was not cut for it)"
             self._check(self._needs(estimate, split.placement), split.partition, split.placement, schedule, what)
 
     def _check(

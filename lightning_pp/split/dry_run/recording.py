@@ -417,9 +417,9 @@ class DryRun:
         for line, made_after in self._flow.gradient_hooks:
             if made_after < len(self.record.calls):
                 raise SplitError(
-                    f"{line} puts a hook on the gradient of a tensor that is made before the end of the last unit. No "
-                    "stage may have all of this gradient. Put the hook on a tensor inside a unit, or on one that is "
-                    "made after the last unit, such as the loss."
+                    f"{line} puts a hook on the gradient of a tensor that is made before the end of the last unit. "
+                    "Perhaps no stage has the whole gradient. Put the hook on a tensor inside a unit, or on one that "
+                    "is made after the last unit, such as the loss."
                 )
 
     def finish_opaque(self, line: str) -> StepRecord:

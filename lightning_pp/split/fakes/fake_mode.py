@@ -46,13 +46,13 @@ class NeedsDataError(SplitError):
     def __init__(self, operation: str, line: str, *, in_step: bool = True) -> None:
         advice = (
             "Move it into a unit or after the last unit call, or make it depend on the batch only. After a run, "
-            "trainer.strategy.gather_module() gives the module all its values."
+            "trainer.strategy.gather_module() puts all values into the module."
             if in_step
             else "Outside a step a rank has only the weights of its own stages, and no pipeline runs. Compute it in "
             "training_step or validation_step."
         )
         super().__init__(
-            f"{line} needs the data of another stage ({operation}): its result, or the shape of it, depends on "
+            f"{line} needs the data of another stage ({operation}): its result or the shape of its result depends on "
             "weights. " + advice
         )
         self.line = line
@@ -65,9 +65,9 @@ class LostEditError(SplitError):
         super().__init__(
             f"{line} computes from parameters of another stage, which this rank does not have, and writes the result "
             f"into a tensor of shape {tuple(edited.shape)} ({operation}). Keep an average of parameters in a Parameter "
-            "with requires_grad=False, not in a buffer. Compute it in on_train_batch_end of the module, before what "
-            "only a step leaves is read there: it is then kept where they are. Compute in the step what is to be "
-            "logged or to have gradients."
+            "with requires_grad=False, not in a buffer. Compute it in on_train_batch_end of the module, before that "
+            "hook reads anything left by the step: each stage then keeps the averages of its own parameters. Compute "
+            "values to log, or values with gradients, in the step."
         )
 
 

@@ -246,8 +246,8 @@ def _cannot_join(
     return SplitError(
         f"The code after the last unit needs an output of the unit {call.unit!r} ({call.line}), which has shape "
         f"{' or '.join(map(str, shapes))} for a microbatch and {record.spec(value).shape} for the whole batch. With "
-        "whole_batch_loss=True the outputs of the microbatches are joined along the dimension of the samples, but "
-        f"these shapes do not show which one that is. {where}, so the unit cannot wait for the whole batch either. "
-        "Return one value per sample from the unit and take the mean after the last unit, keep a dimension for the "
-        "samples alone, or use split_points to put the unit on the last stage: there it runs once, on the whole batch."
+        "whole_batch_loss=True the outputs of the microbatches are joined along the samples, but these shapes do not "
+        f"show which dimension that is. {where}, so the unit cannot wait for the whole batch either. Return one value "
+        "per sample from the unit and take the mean after the last unit, keep a dimension for the samples alone, or "
+        "use split_points to put the unit on the last stage: there it runs once, on the whole batch."
     )

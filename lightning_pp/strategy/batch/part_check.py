@@ -142,8 +142,8 @@ class PartCheck:
             told_now = set(found.auxiliary) - self.told
             if told_now:
                 rank_zero_info(
-                    f"auxiliary_losses='per_microbatch': {self.step} ({where}) has an auxiliary loss, of which each "
-                    f"microbatch has its own: {', '.join(sorted(told_now))}. They are averaged over microbatches."
+                    f"auxiliary_losses='per_microbatch': {self.step} ({where}) computes an auxiliary loss for each "
+                    f"microbatch: {', '.join(sorted(told_now))}. These are averaged over microbatches."
                 )
             self.told |= told_now
             return

@@ -49,7 +49,7 @@ def own_run_state(checkpoint: dict[str, Any], engine: PipelineEngine, data: Data
     dist.all_gather_object(gathered, mine)
     if bad := [weight for _, _, _, weight, *_ in gathered if weight is not None]:
         raise CheckpointError(
-            f"{bad[0]} Nothing is saved, so that it replaces no good checkpoint. Resume from the last one. "
+            f"{bad[0]} Nothing is saved, so no good checkpoint is replaced. Resume from the last one. "
             "on_nonfinite='ignore' saves such weights too."
         )
     told = {what for *_, whats in gathered[: dist.get_rank()] for what in whats}

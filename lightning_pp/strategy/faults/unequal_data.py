@@ -32,9 +32,9 @@ def check_num_batches(trainer: pl.Trainer) -> None:
         if numbers != told[0]:
             raise ConfigurationError(
                 f"Rank 0 has {_written(told[0])} batches of {what} data, but rank {rank} has {_written(numbers)}. The "
-                "rank with more batches would wait for ever. Give every rank as many: let datasets and samplers depend "
-                "on strategy.data_parallel_rank only, not on the rank, and drop or repeat the samples left over (as "
-                "DistributedSampler does). unequal_data='shortest' ends all ranks where the first one ends."
+                "rank with more batches would wait for ever. Give every rank the same number: datasets and samplers "
+                "may depend on strategy.data_parallel_rank only. Drop or repeat the samples left over (as "
+                "DistributedSampler does). unequal_data='shortest' ends all ranks with the first."
             )
 
 

@@ -67,9 +67,8 @@ def _filtered_by_identity() -> Iterator[None]:
         absent = [parameter for parameter in params if id(parameter) not in present]
         if len(absent) < len(params):
             rank_zero_warn(
-                "Parameters that are to be thawed are in the optimizer already; they are left in their group. Did you "
-                "init your optimizer in configure_optimizers with all parameters? Give it those that require a "
-                "gradient."
+                "Parameters to unfreeze are already in the optimizer and stay in their group. Did you init your "
+                "optimizer in configure_optimizers with all parameters? Give it only those that require a gradient."
             )
         return absent
 

@@ -213,8 +213,8 @@ def _warn_metrics_read(step: str, logged: Sequence[str]) -> None:
         return
     rank_zero_warn(
         f"{step} reads the trainer's metrics after it has logged, at {user_line()}. In a pipeline a step logs for one "
-        "microbatch, and the trainer gets the batch's values only after the step. Here it still has those of the batch "
-        "before. Use the value itself, or read metrics in a hook such as on_train_batch_end."
+        "microbatch, and the trainer gets the batch's values only after the step. Here the trainer still has the "
+        "values of the previous batch. Use the value itself, or read metrics in a hook such as on_train_batch_end."
     )
 
 
@@ -226,7 +226,7 @@ def _warn_written_elsewhere(step: str, line: str) -> None:
     rank_zero_warn(
         f"{step} writes in place, at {line}, into a tensor that is neither in its batch nor an attribute of the "
         "module. A pipeline runs this line once for each microbatch, and only on the last stage if it comes after all "
-        "units. So the tensor is another than on one device, unless the step overwrites it. Set a new tensor in its "
+        "units. So the tensor differs from that of one device, unless the step overwrites it. Set a new tensor in its "
         "place, or make it an attribute of the module."
     )
 
