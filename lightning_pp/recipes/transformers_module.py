@@ -22,11 +22,11 @@ class TransformersModule(RecipeModule):
 
     Args:
         model_type: The transformers name of an architecture, for example ``gpt2`` or ``llama``: its fresh weights.
-        config: Keyword arguments of that architecture's configuration class; with ``directory``, what replaces values
-            of its ``config.json``.
+        config: Keyword arguments of that architecture's configuration class; with ``directory``, new values for
+            fields of its ``config.json``.
         directory: A model directory on this machine, as ``save_pretrained`` writes it, in place of ``model_type``.
-        weights: Whether each process reads the weights of ``directory``. False leaves them fresh, for the pipeline's
-            ``initial_weights`` to read: each process reads only its own part then.
+        weights: Whether each process reads the weights of ``directory``. False: the pipeline's
+            ``initial_weights`` reads them instead, each process only its own part.
         lora: Keyword arguments of ``peft.LoraConfig``, such as ``r`` and ``target_modules``. What it adds is trained,
             the rest is frozen. None trains all.
         learning_rate: Peak of a cosine schedule after the warm-up.
