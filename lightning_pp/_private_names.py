@@ -1,4 +1,4 @@
-"""Private names of other packages. One that the installed version lacks is told where it is used, not at import.
+"""Private names of other packages. A missing name raises an error at its first use, not at import.
 
 Each layer keeps its private names of a package in one file, such as ``_torch_private.py``;
 ``tests/test_private_names.py`` finds others. :func:`private` looks a name up, :func:`uses` marks a function that
@@ -98,7 +98,7 @@ def _tell(path: str) -> NoReturn:
 
 
 class _Missing(type):
-    """The class of stand-ins for missing names: classes, so that other classes may be derived from one."""
+    """The class of stand-ins for missing names. Stand-ins are classes, so that other classes can derive from them."""
 
     def __call__(cls, *_: Any, **__: Any) -> NoReturn:
         cls._raise()

@@ -1,4 +1,4 @@
-"""Python's collector of cycles, paused while much is made that stays."""
+"""Pauses Python's cyclic garbage collector while many lasting objects are made."""
 
 from __future__ import annotations
 

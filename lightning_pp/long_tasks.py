@@ -1,4 +1,4 @@
-"""Tells of what takes long, while it is being done."""
+"""Messages about tasks that take long, while they run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ THEN_EVERY_S = 20.0
 
 
 class LongTask:
-    """Within, tells after some seconds what is being done and for how long; at the end how long it took, if it told.
+    """A context that says after some seconds what runs and for how long, and then at the end how long it took.
 
     What is over before that is not told of. Lines come from a thread of their own, so ``tell`` has to be one that any
     thread may call, as a logger's methods are.

@@ -27,7 +27,7 @@ _MOST_OUTPUT = 6000
 
 @dataclass(frozen=True)
 class RankJob:
-    """What the process of a rank is started for.
+    """The task of a rank's process.
 
     Attributes:
         rank: Global rank.

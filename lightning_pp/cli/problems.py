@@ -1,4 +1,4 @@
-"""What went wrong, told once and clearly: known mistakes without a traceback, everything else as it is."""
+"""Prints errors once and clearly: known mistakes without a traceback, everything else unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RANK_ZERO_SPEAKS_FIRST_SECONDS = 10.0
 
 
 class UserError(Exception):
-    """A mistake that the user can mend; the message is all there is to say."""
+    """A mistake that the user can correct; only the message is printed."""
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def full_errors_wanted() -> bool:
 
 
 class HeldBack(io.TextIOBase):
-    """Keeps what is written, until it is dropped or let go; afterwards what is written goes straight through.
+    """Holds written text back until it is dropped or released; after that, text is written at once.
 
     Args:
         stream: Where it goes in the end.

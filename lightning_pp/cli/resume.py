@@ -1,4 +1,4 @@
-"""The command line of a run that goes on: ``resume=``, and attempts that torchrun makes after one has failed.
+"""The command line of a resumed run: ``resume=``, and attempts that torchrun makes after a failure.
 
 The rank 0 decides where a job goes on, and tells the others over the store of torchrun, if there is one. Without one
 every rank looks for itself, in a folder that all of them have to see.

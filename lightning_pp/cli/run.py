@@ -1,4 +1,4 @@
-"""One run: what a config builds, and the Trainer method it calls."""
+"""One run: the objects that a config builds, and the Trainer method that it calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ INITIAL = "initial"
 
 @dataclass
 class Run:
-    """What one config builds."""
+    """The objects that one config builds."""
 
     config: DictConfig
     trainer: L.Trainer

@@ -1,4 +1,4 @@
-"""Building what a config names: only from packages that are allowed, since a target can be any callable there is.
+"""Builds the objects of a config, from allowed packages only, since a target can be any callable.
 
 ``model._target_=os.system`` is a valid config, and a config may lie beside a checkpoint that somebody sent. Hydra
 refuses a list of dangerous callables by itself; here every target, at any depth, also has to come from an allowed

@@ -28,7 +28,7 @@ _TAG_OF_NOTHING = (1 << 30) + 5
 
 @dataclass
 class ControlGroups:
-    """Who talks to whom outside the pipeline's schedule.
+    """The groups for messages outside the pipeline's schedule.
 
     Attributes:
         pipeline: CPU (gloo) group of the ranks of this rank's pipeline, in its order; None for a pipeline of one rank.

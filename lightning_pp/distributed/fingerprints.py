@@ -1,4 +1,4 @@
-"""The certainty that all ranks of a pipeline see the same batch: fingerprints of batches, and their comparison.
+"""Checks that all ranks of a pipeline see the same batch: fingerprints of batches, and their comparison.
 
 Every rank computes the whole step's inter-unit code on its own batch, so a rank with another batch would train on a
 mixture of two. A fingerprint has one number for each entry of the batch; it covers shapes, dtypes, every byte of every
@@ -37,7 +37,7 @@ _LOW_HALF = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What one rank saw of a batch.
+    """One rank's fingerprint of a batch.
 
     Attributes:
         rank: The global rank.

@@ -1,4 +1,4 @@
-"""What the last stage tells the other ranks of its pipeline in each batch, while all of them work on."""
+"""The last stage's message to the other ranks of its pipeline in each batch, while all of them continue."""
 
 from __future__ import annotations
 

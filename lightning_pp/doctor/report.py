@@ -1,4 +1,4 @@
-"""What the doctor tells: a table for people, and a file to attach to an issue."""
+"""The output of the doctor: a table to read, and a file to attach to an issue."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class StepToCut:
-    """The step that a model is cut for.
+    """The step for which a model is cut.
 
     Attributes:
         batch: A batch of one replica.

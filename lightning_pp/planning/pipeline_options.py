@@ -79,7 +79,7 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """What the user says of a pipeline, as far as it decides where a model is cut and in which order it runs.
+    """The user's options for a pipeline that decide where a model is cut and in which order it runs.
 
     Attributes:
         schedule: What is asked of the schedule.

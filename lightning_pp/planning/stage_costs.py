@@ -1,4 +1,4 @@
-"""What stages cost: estimated from a dry run before anything is measured, and what a microbatch holds on them."""
+"""Costs of stages, estimated from a dry run before they are measured, and the memory of a microbatch on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ An H200 over PCIe 5 was measured at 46 GiB/s so, from and to pinned memory, and 
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """How fast a device is taken to be until it is measured; schedules depend on the ratios only.
+    """The assumed speed of a device until it is measured; schedules depend on the ratios only.
 
     Attributes:
         flops_per_ms: Floating point operations.

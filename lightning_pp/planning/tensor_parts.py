@@ -1,4 +1,4 @@
-"""What one of the ranks that share matrices computes, holds and communicates, found without data and processes.
+"""Computation, memory and communication of one tensor rank, found without data and processes.
 
 Cuts are found as in training. Then the step is recorded once more, with one of each kind of unit on parts, by the rules
 that it trains with. So FLOPs, bytes and saved tensors are those of a rank, and the functions at the edges of cut code
@@ -49,7 +49,7 @@ class TensorRanks:
 
 
 class Traffic(NamedTuple):
-    """What a rank communicates with the others that share its matrices.
+    """The communication of a rank with its tensor group.
 
     Attributes:
         number: Collectives.
@@ -66,7 +66,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class OnParts:
-    """The step as one rank of several computes it.
+    """The step as one of several tensor ranks computes it.
 
     Attributes:
         size: Ranks that share the matrices.

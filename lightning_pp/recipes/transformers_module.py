@@ -18,7 +18,7 @@ from lightning_pp.recipes.optimization import RecipeModule
 
 
 class TransformersModule(RecipeModule):
-    """A model of transformers with its own loss; a subclass names the class of models and says what they are given.
+    """A model of transformers with its own loss; a subclass names the class of models and chooses their arguments.
 
     Args:
         model_type: The transformers name of an architecture, for example ``gpt2`` or ``llama``: its fresh weights.

@@ -1,4 +1,4 @@
-"""The forward of one microbatch on one stage: which unit calls run, what stands in for the others, what is kept."""
+"""The forward of one microbatch on one stage: runs own units, replaces calls of others, keeps tensors to send."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from lightning_pp.split.unit_calls.operations import NoteFunction, OperationCall
 
 
 class StageFinished(BaseException):
-    """Leaves the user's step; not an Exception, so that no ``except Exception`` of the user's swallows it."""
+    """Ends the user's step; not an Exception, so that no ``except Exception`` of the user catches it."""
 
 
 @dataclass(slots=True)
 class InFlight:
-    """What a stage keeps of one microbatch between its forward and its last backward action.
+    """The state of one microbatch on a stage between its forward and its last backward action.
 
     Attributes:
         received: Leaves of the autograd graph: received tensors that a gradient is returned for.
@@ -127,7 +127,7 @@ _LOGITS_USED = (
 
 
 class StageCalls:
-    """What a plan says of one stage, laid out for the forwards of all microbatches that follow the plan.
+    """A plan's part for one stage, prepared for the forwards of all microbatches that follow the plan.
 
     Args:
         plan: The plan.

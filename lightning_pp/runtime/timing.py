@@ -1,4 +1,4 @@
-"""When each action of a step waited and worked."""
+"""The times at which each action of a step waited and worked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a step on the whole batch: joining what microbatches gave, one run of the tail, splitting its gradients.
+"""The end of a step on the whole batch: joins values of microbatches, runs the tail once, splits its gradients.
 
 On the rank of the last stage, with :mod:`lightning_pp.split.record.whole_batch`'s plan::
 
@@ -164,7 +164,7 @@ def _opened(tensor: Tensor, dim: int, rows: int, num_samples: int) -> Tensor:
 
 
 class _RowWatch:
-    """Compares what units get of the batch alone in microbatches and in the whole batch.
+    """Compares the inputs that units get from the batch alone, in microbatches and in the whole batch.
 
     It shows in which order rows stand where there are several for each sample, and code before the tail that works
     across samples (a sort, a mean over the batch), which gives a microbatch something else than its part of the batch.

@@ -1,4 +1,4 @@
-"""Turn I and W that follow each other into B where that delays nobody, since a split backward costs more, and back."""
+"""Turn neighbouring I and W into B where that delays no rank, since a split backward costs more, and back."""
 
 from __future__ import annotations
 

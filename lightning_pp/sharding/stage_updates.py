@@ -1,4 +1,4 @@
-"""Updates by an optimizer that has part of a model's parameters: without empty groups, and of each by itself."""
+"""Updates by an optimizer with part of a model's parameters: without empty groups, each parameter by itself."""
 
 from __future__ import annotations
 

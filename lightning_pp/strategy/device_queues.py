@@ -1,4 +1,4 @@
-"""What may wait on a CUDA device: work behind a receive in a hardware queue, and the host behind queued work."""
+"""Waits on a CUDA device: of work behind a receive in a hardware queue, and of the host for queued work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs a split module on one rank: data in, losses, logs and gradients out."""
+"""Runs a split module on one rank: data in, losses, logs and gradients out."""
 
 from __future__ import annotations
 

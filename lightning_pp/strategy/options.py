@@ -1,4 +1,4 @@
-"""The options of the strategy: documented here alone, checked as soon as they are given, and handed on in groups."""
+"""The options of the strategy: documented here alone, checked at once, and passed on in groups."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class StrategyOptions(MeshStrategy):
         tensor_parallel_size: Number of neighbouring ranks that share the matrices of each stage, and its batches. The
             product of the three sizes is the number of devices.
         tensor_parallel_plan: Which matrices are cut over the tensor ranks. ``"auto"``: all that can be cut, as the
-            recorded step shows. Or a dict from names or patterns of modules to ``"colwise"``, ``"rowwise"``, ``"auto"`` or
-            ``"replicate"``. In the first batch each distinct unit is also run whole, and compared.
+            recorded step shows. Or a dict from names or patterns of modules to ``"colwise"``, ``"rowwise"``,
+            ``"auto"`` or ``"replicate"``. In the first batch each distinct unit is also run whole, and compared.
         sequence_parallel: Compute norms, dropout and sums between two cut matrices of a unit on parts of the sequence.
             It takes less memory and communicates the same number of bytes.
         num_microbatches: Number of slices of each batch along dimension 0. ``"auto"``: 2 to 4 per pipeline rank.

@@ -1,4 +1,4 @@
-"""What is known of a pipeline before it runs: the step recorded on every rank, and the model laid out."""
+"""The preparation of a pipeline: the step is recorded on every rank, and the model assigned to stages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LOADING_DEVICES = {"cuda"}
 
 @dataclass(frozen=True)
 class LaidOutModel:
-    """A model assigned to stages, whole on every rank yet.
+    """A model assigned to stages, still whole on every rank.
 
     Attributes:
         split: Its stages.
@@ -76,7 +76,7 @@ class LaidOutModel:
 
 
 class PipelineSetup:
-    """Records the user's step and lays the model out; every rank has to make it.
+    """Records the user's step and assigns the model to stages; every rank must make it.
 
     Args:
         surroundings: Where the pipeline is to run.

@@ -33,7 +33,7 @@ _NUM_WARM_UP_BATCHES = 1
 
 
 class SplitPipeline(Protocol):
-    """What is known of a model that was cut."""
+    """Facts of a model that was cut."""
 
     @property
     def partition(self) -> Partition: ...
@@ -43,7 +43,7 @@ class SplitPipeline(Protocol):
 
 
 class MeasurablePipeline(Protocol):
-    """What runs one rank of a pipeline, as far as it is looked at here.
+    """The parts of one rank's pipeline that are measured here.
 
     Attributes:
         rank: This rank's place in the pipeline.

@@ -1,4 +1,4 @@
-"""What a rank holds of its device's memory, and the most that it has held."""
+"""A rank's current and peak memory on its device."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class StageInfo:
-    """What a stage is.
+    """The identity of a stage: its rank, units and parameters.
 
     Attributes:
         rank: The pipeline rank that holds it.
@@ -67,7 +67,7 @@ class StageReport(StageTimes):
 
 @dataclass
 class PipelineReport:
-    """What was measured in a fit, on the pipeline of global rank 0; the first batch is left out of the means.
+    """Measurements of a fit, on the pipeline of global rank 0; the first batch is left out of the means.
 
     Attributes:
         stages: By stage.
@@ -101,7 +101,7 @@ class PipelineReport:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What all ranks of a pipeline measured over some steps.
+    """Measurements of all ranks of a pipeline over some steps.
 
     Attributes:
         placement: Which rank holds which stages.

@@ -22,7 +22,7 @@ def count_tokens(batch: Any) -> int:
 
 @dataclass(frozen=True)
 class Throughput:
-    """What went through in some time.
+    """Samples and tokens in a span of time.
 
     Attributes:
         num_batches: Number of batches.

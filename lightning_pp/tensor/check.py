@@ -1,4 +1,4 @@
-"""Compares a unit on parts with the same unit run whole, on the input that it has.
+"""Compares a unit on parts with the same unit run whole, on the same input.
 
 The parameters of one unit are gathered over the tensor ranks, the unit runs once whole and once on parts, and both get
 the same made-up gradient of their results. Results, gradients of inputs and gradients of parameters have to agree.
@@ -37,7 +37,7 @@ TOLERANCES: Mapping[torch.dtype, float] = {
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Within, dropout drops nothing."""
+    """A context in which dropout drops nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function."""

@@ -29,7 +29,7 @@ from lightning_pp.tensor.parts import TensorPart, joined, part_of, rank_pieces
 
 
 class PlannedGroup:
-    """Stands for a group of processes that there are not yet, of which this is the first.
+    """Stands for a group whose processes do not exist yet; this process is its first rank.
 
     Args:
         size: Its number of ranks.

@@ -33,7 +33,7 @@ Rule = Callable[["Region", Callable[..., Any], tuple[Any, ...], dict[str, Any]],
 
 
 class _OpenRegions:
-    """Whether code of a unit runs whose functions a region has yet to see."""
+    """Whether code of a unit runs whose functions a region still has to intercept."""
 
     __slots__ = ("count",)
 

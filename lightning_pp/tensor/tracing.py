@@ -31,7 +31,7 @@ Found = dict[str, tuple[int, tuple[int, ...]]]
 
 
 class Inside(nn.Module):
-    """Calls a unit's forward past its hooks and what stands in the place of its forward."""
+    """Calls a unit's own forward, past its hooks and past a replaced ``forward``."""
 
     def __init__(self, unit: nn.Module, forward: Any) -> None:
         super().__init__()

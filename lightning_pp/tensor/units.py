@@ -256,7 +256,7 @@ class TensorParallelUnits:
 
 
 class CutForward:
-    """What stands in the place of a unit's forward.
+    """The replacement of a unit's forward.
 
     It is an object, so that a copy of the unit gets one of its own.
     """

@@ -1,4 +1,4 @@
-"""Tells what to change: after the first measured steps of a fit, and at its end."""
+"""Reports what to change: after the first measured steps of a fit, and at its end."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from lightning_pp.telemetry.timeline.step import Timeline
 
 
 class PipelineMonitor(Callback):
-    """Logs times, bubbles, waits and memory of every stage, through whatever loggers the trainer has.
+    """Logs times, bubbles, waits and memory of every stage, through the trainer's loggers.
 
     A fit::
 

@@ -217,7 +217,7 @@ class _TraceWindows(_Windows):
 
 
 class _NvtxWindows(_Windows):
-    """Seen by whoever watches the process from outside."""
+    """Windows as NVTX ranges, for a profiler outside of the process."""
 
     label = torch.cuda.nvtx.range
 

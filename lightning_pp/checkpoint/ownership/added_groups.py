@@ -1,4 +1,4 @@
-"""Parameter groups that user code adds to an optimizer while training runs, on each stage those of its parameters."""
+"""Parameter groups that user code adds to an optimizer during training; each stage adds its own parameters."""
 
 from __future__ import annotations
 

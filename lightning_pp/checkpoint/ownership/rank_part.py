@@ -23,7 +23,7 @@ from lightning_pp.tensor.parts import TensorPart, part_of
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank holds of a split model and its optimizers: what it saves, and what it loads into.
+    """One rank's part of a split model and its optimizers: it saves this part, and loads into it.
 
     Attributes:
         module: The module without the parameters of other ranks, but with all buffers and extra states; its parameters
@@ -67,7 +67,7 @@ class RankPart:
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """What one rank's optimizer holds, with names in place of indices.
+    """The state of one rank's optimizer, with names in place of indices.
 
     Attributes:
         state: For each canonical name with state, the optimizer's values (``exp_avg``, ``step``, ...).

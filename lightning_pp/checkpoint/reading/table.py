@@ -20,7 +20,7 @@ from lightning_pp.errors import CheckpointError
 
 
 class Table:
-    """What a sharded checkpoint holds: its keys, taken apart into paths."""
+    """The keys of a sharded checkpoint, split into paths."""
 
     def __init__(self, metadata: Metadata, path: Location) -> None:
         if not isinstance(metadata.planner_data, Mapping):

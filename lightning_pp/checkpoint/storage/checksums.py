@@ -1,4 +1,4 @@
-"""Checksums of what lies in a checkpoint: CRC-32, as ``zlib.crc32`` computes it.
+"""Checksums of the content of a checkpoint: CRC-32, as ``zlib.crc32`` computes it.
 
 Tensors and objects are archives of ``torch.save``, in files of their own or one after another in a shard. These are zip
 archives, and a zip archive has a checksum of each of its records: they are there in every checkpoint that torch has

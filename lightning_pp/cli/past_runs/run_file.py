@@ -1,4 +1,4 @@
-"""What a run leaves in its folder for ``lightning-pp-report``: plain JSON.
+"""The file that a run writes into its folder for ``lightning-pp-report``: plain JSON.
 
 ::
 
@@ -39,7 +39,7 @@ _NUMBERS = ("step_ms", "bubble_fraction", "tokens_per_s", "samples_per_s", "firs
 
 @dataclass(frozen=True)
 class RunFile:
-    """What the file says.
+    """The content of the file.
 
     Attributes:
         folder: Where it lies.

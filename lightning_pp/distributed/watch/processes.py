@@ -1,4 +1,4 @@
-"""What the host tells of other ranks' processes: whether they are gone, and of what, or stopped."""
+"""The processes of other ranks on this host: whether they have ended, and why, or are stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who keeps the others waiting: found from where all ranks stand, which they tell when one of them asks."""
+"""Finds the rank for which the others wait, from the positions that all ranks report when one of them asks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_TOLD = 4
 
 
 class Standstill:
-    """Answers for this rank where it stands, and asks the others in three cases.
+    """Reports this rank's position when asked, and asks the others in three cases.
 
     * It waits, and has not moved for a minute: it prints who keeps it waiting. One rank does that for all of them.
     * It has waited in one call for ``deadlock_s``, and is rank 0: if every rank has, that is the run's failure.

@@ -1,4 +1,4 @@
-"""The table of a run: what each rank tells the others, in the job's key-value store."""
+"""The table of a run: each rank's entries for the others, in the job's key-value store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RankFailure:
 
 
 class Standing(NamedTuple):
-    """Where a rank stood when it was asked.
+    """The position of a rank when it was asked.
 
     Attributes:
         place: Its host, stages and replica.
@@ -61,7 +61,7 @@ class Standing(NamedTuple):
 
 
 class Table:
-    """What the ranks of one run tell each other.
+    """The entries of the ranks of one run.
 
     =================  ====================================================  =====================================
     name               what a rank tells                                     who reads it

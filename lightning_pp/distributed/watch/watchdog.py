@@ -26,7 +26,7 @@ _MOST_RANKS_PER_S = 2048
 
 
 class Watchdog:
-    """Two threads of a rank: one reads the table, one looks at the host, and what they find ends the run here.
+    """Two threads of a rank: one reads the table, one looks at the host. A failure that they find ends the run here.
 
     * A failure in the table, or a neighbour on this host that is gone without having left the run, or is stopped.
     * A rank is left alone for two seconds, for most hear of it by the connections that end. Then ``wake`` ends those

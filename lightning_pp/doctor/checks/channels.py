@@ -1,4 +1,4 @@
-"""Channels between the ranks: whether what is sent arrives, how fast, and what a channel takes."""
+"""Channels between the ranks: whether messages arrive, how fast, and how much memory a channel takes."""
 
 from __future__ import annotations
 

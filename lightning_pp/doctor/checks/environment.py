@@ -1,4 +1,4 @@
-"""Versions, drivers, devices and variables: what is known to go wrong, and what an issue has to tell."""
+"""Versions, drivers, devices and variables: known problems, and facts that an issue needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a training of which one rank fails: it ends, and says whose failure it was."""
+"""Checks that a training ends if one rank fails, and that it names this rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _WAYS: dict[str, Callable[[torch.device], None]] = {
 
 
 class Failing(Chain):
-    """Meets its end on one rank, in a batch after the first ones."""
+    """Fails on one rank, in a batch after the first ones."""
 
     def __init__(self, rank: Rank, way: str) -> None:
         super().__init__(num_blocks_for(rank))

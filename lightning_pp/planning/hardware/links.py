@@ -1,4 +1,4 @@
-"""What a message between two ranks takes: by latency and bandwidth, inside a node and between nodes."""
+"""The time of a message between two ranks: by latency and bandwidth, inside a node and between nodes."""
 
 from __future__ import annotations
 

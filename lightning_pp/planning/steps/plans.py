@@ -73,7 +73,7 @@ def without_sizes(signature: Hashable) -> Hashable:
 
 
 class UnrecordedRun:
-    """Takes the place of a dry run where the step is rehearsed or measured.
+    """Stands for a dry run if the step is rehearsed or measured.
 
     Args:
         copies_batch: Whether the step gets a copy of its batch, into which it may write.
@@ -117,7 +117,7 @@ class _UsedPlan:
 
 
 class StepPlanCache:
-    """Knows what each stage does with a microbatch of a given signature.
+    """Keeps the plan for each signature of microbatches.
 
     Args:
         module: The whole model.

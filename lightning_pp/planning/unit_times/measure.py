@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class UnitTimes:
-    """Measures units, and keeps what it has measured.
+    """Measures units, and keeps the results.
 
     Args:
         step: Runs the user's step on the microbatch that was recorded.

@@ -1,4 +1,4 @@
-"""Linear operations as autograd functions whose weight gradient can wait.
+"""Linear operations as autograd functions that can defer their weight gradients.
 
 Each computes what the torch function of its name computes. Its backward returns the gradients of the input and of the
 bias, and either queues the weight's (inside
@@ -50,7 +50,7 @@ Grads = tuple[Tensor | None, ...]
 
 
 class ConvolutionOptions(NamedTuple):
-    """What a convolution is told besides its tensors, each a list with one number per spatial dimension."""
+    """The arguments of a convolution besides its tensors, each a list with one number per spatial dimension."""
 
     stride: list[int]
     padding: list[int]

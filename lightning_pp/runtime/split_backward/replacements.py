@@ -215,7 +215,7 @@ def _import_float8() -> Replacement:
 
 
 class _Installation:
-    """How many scopes want the table's replacements and how many want them to rest, and which are in place."""
+    """Counts the scopes that turn replacements on and those that turn them off, and keeps the installed ones."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -30,7 +30,7 @@ _DTYPES_OF_NCCL = {
 
 
 class _Lane(NamedTuple):
-    """How one message of a route goes, the same in every step.
+    """The way of one message of a route, the same in every step.
 
     Attributes:
         group: The group, or the channel, that it goes through. ``dist.isend`` looks it and the peer up for every

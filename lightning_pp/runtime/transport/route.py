@@ -1,4 +1,4 @@
-"""What one rank sends and receives in one step, derived from the programs of all ranks."""
+"""The messages of one rank in one step, derived from the programs of all ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Stop:
-    """One action of a rank's program with what it has to do with other stages.
+    """One action of a rank's program with its messages.
 
     Attributes:
         action: The action.
@@ -54,7 +54,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Route:
-    """Everything that one rank sends and receives in one step, in the order in which it happens.
+    """All sends and receives of one rank in one step, in order.
 
     Attributes:
         incoming: For each other pipeline rank, its messages to this one in the order in which it sends them. Backends

@@ -1,4 +1,4 @@
-"""Sends that are under way: keeping each tensor until the other side has it, without waiting for that."""
+"""Sends under way: each tensor is kept until the other side has it, without waiting for that."""
 
 from __future__ import annotations
 

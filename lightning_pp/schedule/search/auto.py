@@ -59,7 +59,7 @@ _NUM_SIMULATED = 3
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Orders with their length, and where they come from."""
+    """Orders with their length and origin."""
 
     length: Length
     problem: Problem

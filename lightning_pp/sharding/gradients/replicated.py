@@ -1,4 +1,4 @@
-"""What every data-parallel rank holds whole: gradients averaged, initial values made equal."""
+"""Parameters that every data-parallel rank holds whole: averages gradients, makes initial values equal."""
 
 from __future__ import annotations
 

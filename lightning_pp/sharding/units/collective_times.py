@@ -1,4 +1,4 @@
-"""How long gathers and reductions took, and how much of that a rank waited for."""
+"""Times of gathers and reductions, and the part for which a rank waited."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class CollectiveTimes:
 
 
 class CollectiveClock:
-    """Times a rank's gathers and reductions, while somebody looks.
+    """Times a rank's gathers and reductions, while asked to.
 
     On an accelerator by events in streams, read later. On a CPU by the host's clock: there nothing tells when a
     collective has ended, so the clock looks, whenever an action or a unit begins or ends, and takes the middle between

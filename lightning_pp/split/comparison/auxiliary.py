@@ -27,7 +27,7 @@ _BETWEEN_UNITS = "_pp_made_between_units"
 
 
 class AuxiliaryLosses:
-    """Runs the functions of a part of a batch between units, with auxiliary losses of the whole.
+    """Runs the functions between units on a part of a batch, with auxiliary losses of the whole batch.
 
     An auxiliary loss is a floating-point value without rows that differs between the part and the whole, and that a
     unit returns, or that is a product of two such values which code between units makes.

@@ -19,7 +19,7 @@ _PERMUTATION = "aten::randperm"
 
 
 class Draws:
-    """What the step drew on the whole, in order.
+    """The random numbers that the step drew on the whole batch, in order.
 
     Attributes:
         differ: Whether something was drawn that has no rows to share out, such as places in the batch.

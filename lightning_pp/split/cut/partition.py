@@ -37,7 +37,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """What units hold, and what ranks may.
+    """The memory of units, and the limits of ranks.
 
     Attributes:
         fixed_bytes: Unit name to what it holds all the time: parameters, gradients, optimizer state.

@@ -1,4 +1,4 @@
-"""What each unit costs: floating point operations of a microbatch by default, measured times where there are some."""
+"""The cost of each unit: measured times where there are some, else floating point operations of a microbatch."""
 
 from __future__ import annotations
 

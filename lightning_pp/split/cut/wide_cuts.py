@@ -1,4 +1,4 @@
-"""Cuts where much more crosses than the unit before them returns: where a model is written so that cutting costs."""
+"""Cuts that send much more than the unit before them returns, because of how the model is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Walks over the nested containers that batches and module outputs are made of.
+"""Walks over the nested containers of batches and module outputs.
 
 Containers are what :mod:`torch.utils._pytree` knows (tuples, lists, dicts, named tuples, Hugging Face's
 ``ModelOutput``) and besides any mapping (Hugging Face's ``BatchEncoding``), any dataclass instance and packed

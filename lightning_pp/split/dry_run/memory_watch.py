@@ -1,4 +1,4 @@
-"""Which memories a dry run keeps for backward, and how large they are."""
+"""The storages that a dry run keeps for backward, and their sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CASTS = (_aten._to_copy, _aten.to)
 
 
 class MemoryWatch:
-    """Numbers the memories that a step makes, so that each can be counted once.
+    """Numbers the storages that a step makes, so that each can be counted once.
 
     Args:
         given: Storages that are there without the step: buffers, and real parameters.
@@ -133,7 +133,7 @@ class MemoryWatch:
 
 
 class GraphReader:
-    """Reads off the autograd graph what the nodes between given places keep, each node once."""
+    """Reads off the autograd graph the tensors that the nodes between given places keep, each node once."""
 
     def __init__(self) -> None:
         self._visited: set[Node] = set()

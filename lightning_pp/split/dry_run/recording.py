@@ -678,7 +678,7 @@ class DryRun:
 
 
 class _Arguments:
-    """What a unit was given, to recognise what it returns unchanged."""
+    """The arguments of a unit, to recognise those that it returns unchanged."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = leaves_of((args, kwargs))

@@ -1,4 +1,4 @@
-"""Running only the code between units, on fakes for what units return: quick, and with no weights."""
+"""Runs only the code between units, on fakes for the outputs of units: fast, and without weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Compared:
 
 
 class Rehearsed(BaseException):
-    """Leaves the user's step."""
+    """Ends the user's step."""
 
 
 def rehearse(
@@ -106,7 +106,7 @@ def rehearse(
 
 
 class _Gradients:
-    """Follows from which values gradients would come in a rehearsal of the step of ``record``."""
+    """Follows the values from which gradients would come, in a rehearsal of the step of ``record``."""
 
     def __init__(self, record: StepRecord) -> None:
         self._record = record
@@ -136,7 +136,7 @@ class _Gradients:
 
 
 class _StandIns:
-    """Gives what ``record`` says that units return and leave behind; the arguments are those of :func:`rehearse`."""
+    """Returns and leaves behind what units do by ``record``; the arguments are those of :func:`rehearse`."""
 
     def __init__(
         self,

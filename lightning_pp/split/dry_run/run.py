@@ -1,4 +1,4 @@
-"""Running the user's step once on fake parameters, to learn what calls what and what crosses.
+"""Runs the user's step once on fake parameters, to record unit calls and the values between them.
 
 Source of the idea: none of the existing pipelines does this; tracing by fake tensors is torch's
 (:class:`torch._subclasses.fake_tensor.FakeTensorMode`).

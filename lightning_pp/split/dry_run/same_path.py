@@ -1,4 +1,4 @@
-"""Whether a step takes the path of a record: it is rehearsed, as far as that is needed to know."""
+"""Whether a step takes the path of a record: it is rehearsed until that is known."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class PathComparison:
 
 
 class _Path:
-    """One rehearsal beside a record: which sizes are other ones, and whether all else is the same."""
+    """One rehearsal beside a record: which sizes differ, and whether all else is the same."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What operations on values of another stage give: fakes of the right shapes, or an error that names the line.
+"""Operations on values of another stage: they return fakes of the right shapes, or raise an error with the line.
 
 Torch's :class:`FakeTensorMode` refuses every operation whose output shape may depend on data. Here it is refused only
 if it depends on the data that is missing: ``logits[labels != -100]`` with real labels has a known shape.
@@ -59,7 +59,7 @@ class NeedsDataError(SplitError):
 
 
 class LostEditError(SplitError):
-    """A hook writes what only another stage has into a tensor or gradient of this rank, which would not change."""
+    """A hook writes a value of another stage into a tensor or gradient of this rank, which would not change."""
 
     def __init__(self, operation: str, edited: Tensor, line: str) -> None:
         super().__init__(
@@ -72,7 +72,7 @@ class LostEditError(SplitError):
 
 
 class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A fake mode that finds out the shapes that follow from real inputs, such as masks, by trying.
+    """A fake mode that finds shapes that depend on real inputs, such as masks, by trying.
 
     It is never entered by hand: with ``allow_non_fake_inputs`` an operation touches it only if an argument is fake.
     """
@@ -232,7 +232,7 @@ class MadeUpData:
 
 
 class AsFake(OperationsMode):  # type: ignore[no-untyped-call]
-    """Within, operations on real tensors give fakes; autograd, which is above, connects the two."""
+    """A context in which operations on real tensors return fakes; autograd, which is above, connects the two."""
 
     def __init__(self, mode: FakeValueMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

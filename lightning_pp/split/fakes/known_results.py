@@ -1,4 +1,4 @@
-"""What operations on fakes gave before: that depends on shapes and dtypes only, and every microbatch does the same.
+"""Earlier results of operations on fakes: they depend only on shapes and dtypes, and every microbatch repeats them.
 
 Torch has a cache of the kind, which knows more (symbolic shapes, tracing). It takes three times as long, and is not
 asked at all where a tensor with data is among the arguments. Without what is here a forward on one stage of GPT-2 or
@@ -37,7 +37,7 @@ _INDEX = torch.ops.aten.index.Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """All that a fake consists of, to make it anew.
+    """Everything in a fake, to make it again.
 
     Attributes:
         shape: Its shape.
@@ -72,7 +72,7 @@ _RESULTS: dict[Hashable, Any] = {}  # of all modes: each recording of a model ha
 
 
 class KnownResults:
-    """Remembers what operations gave on fakes, and makes it anew for one mode."""
+    """Keeps the results of operations on fakes, and makes them again for one mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode

@@ -1,4 +1,4 @@
-"""Giving memory and values to parameters and buffers that were made on the meta device."""
+"""Allocates and initialises parameters and buffers that were made on the meta device."""
 
 from __future__ import annotations
 

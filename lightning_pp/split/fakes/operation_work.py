@@ -1,4 +1,4 @@
-"""Counting what an operation computes and moves, from the shapes of what it is given and gives."""
+"""Counts the FLOPs and bytes of an operation, from the shapes of its arguments and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fake parameters: what stands in for a parameter that a rank does not own.
+"""Fake parameters, in place of parameters that a rank does not own.
 
 A fake parameter is a :class:`FakeTensor` on the device where the parameter would live. It has a shape and a dtype and
 no data; an operation on it gives another fake. It sits in the module's ``__dict__``, where attribute access finds it,
@@ -40,7 +40,7 @@ def has_data(tensor: Tensor) -> bool:
 
 
 class FakeParameters:
-    """Makes fakes for one model, and moves its parameters in and out of the fake world.
+    """Makes fakes for one model, and swaps its parameters with them.
 
     The mode is never entered: with ``allow_non_fake_inputs`` an operation touches fakes only if an argument is fake,
     and everything computed from the batch alone stays real.

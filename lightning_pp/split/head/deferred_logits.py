@@ -1,4 +1,4 @@
-"""The logits of a head that is cut into parts: known by what is done with them, until a cross entropy takes them.
+"""The logits of a head that is cut into parts: they only note operations, until a cross entropy takes them.
 
 What may be done with them before that is what keeps rows of logits whole (views, ``contiguous``), or works on each
 logit by itself (casts, products with numbers, ``tanh``). Which of the head's rows a view has is not derived from its
@@ -61,7 +61,7 @@ class WholeHeadError(BaseException):
 
 @dataclass(frozen=True)
 class DeferredHead:
-    """One call of a head, of which nobody has all logits.
+    """One call of a head, of which no stage has all logits.
 
     Attributes:
         name, num_classes: Of the head.
@@ -115,7 +115,7 @@ class DeferredHead:
 
 @dataclass(frozen=True)
 class _HeadInParts(DeferredHead):
-    """One that units stand for, in order."""
+    """A head that is replaced by units, in order."""
 
     parts: Sequence[HeadPart]
 
@@ -130,7 +130,7 @@ class _HeadInParts(DeferredHead):
 
 
 class DeferredLogits(Tensor):
-    """Logits that nobody has computed, as a tensor of their shape, dtype and device.
+    """Logits that are not computed, as a tensor of their shape, dtype and device.
 
     Attributes:
         head: Where they come from.

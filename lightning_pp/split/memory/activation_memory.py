@@ -1,4 +1,4 @@
-"""What microbatches hold: saved tensors from F to I, what weight gradients wait with from I to W, and messages."""
+"""Memory of microbatches: saved tensors from F to I, tensors of deferred weight gradients to W, and messages."""
 
 from __future__ import annotations
 

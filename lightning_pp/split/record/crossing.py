@@ -1,4 +1,4 @@
-"""What crosses between stages: the fewest bytes from which every stage can compute what it needs.
+"""The values sent between stages: the fewest bytes from which every stage can compute what it needs.
 
 A stage may receive outputs of units, or results of the code between units (``h + attention(h)``). The results are
 computed by the stage that makes the last output which they depend on; it goes on with the user's step for them, to the
@@ -16,7 +16,7 @@ from lightning_pp.split.record.step_record import OF_OPERATION, Reads, StepRecor
 
 @dataclass(frozen=True)
 class Crossing:
-    """What crosses.
+    """The values that cross.
 
     Attributes:
         received: For each stage, what it receives.

@@ -1,4 +1,4 @@
-"""A call of a function that matters to how a step's values grow with the batch: what it is, and where."""
+"""A call of a function that affects how a step's values grow with the batch: its kind, and its place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 class Kind(enum.Enum):
-    """What a function does to the degree of what it is given."""
+    """The effect of a function on the degree of its arguments."""
 
     SUM = enum.auto()
     """Adds up: over rows, one degree more."""
@@ -72,7 +72,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Reduction:
-    """One call of a function that matters.
+    """One call of such a function.
 
     Attributes:
         place: Where.

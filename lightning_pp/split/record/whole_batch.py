@@ -1,4 +1,4 @@
-"""What each stage does where the code after the last unit runs once, on the whole batch (``whole_batch_loss``).
+"""The plan of each stage if the code after the last unit runs once, on the whole batch (``whole_batch_loss``).
 
 A microbatch ends on the last stage with its last unit, and the values that the code after it needs are kept there. When
 all microbatches have come, they are joined, and the user's step runs once more, on the uncut batch: every unit stands
@@ -19,7 +19,7 @@ from lightning_pp.split.record.step_record import StepRecord, UnitCall, Value
 
 @dataclass(frozen=True)
 class Join:
-    """How the parts of a value that the microbatches have become the whole batch's.
+    """How the microbatches' parts of a value are joined for the whole batch.
 
     Attributes:
         dim: The dimension along which they follow each other; None if there is only one part.
@@ -32,7 +32,7 @@ class Join:
 
 @dataclass
 class RowOrders:
-    """In which order a batch has its rows, where there are several for each sample; seen in the first such batch.
+    """The order of a batch's rows, if there are several for each sample; found in the first such batch.
 
     Attributes:
         is_seen: Whether a batch has been looked at.
@@ -46,7 +46,7 @@ class RowOrders:
 
 @dataclass(frozen=True)
 class WholeBatchPlan:
-    """What the stages do with one batch.
+    """The stages' plan for one batch.
 
     Attributes:
         parts: The plan of each microbatch, which ends on the last stage before the tail.

@@ -1,4 +1,4 @@
-"""Lists and dicts that units write into: which there are among arguments, what was added, and putting it back."""
+"""Lists and dicts that units write into: finds them among arguments, finds new entries, and restores them."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def seed_python(seed: int) -> None:
 
 @dataclass(frozen=True)
 class GeneratorStates:
-    """Where the generators stood; can be pickled.
+    """The states of the generators; can be pickled.
 
     Attributes:
         of_torch: States of :func:`torch_generators`.

@@ -1,4 +1,4 @@
-"""Forward hooks on modules: which are the user's, and taking their place for a while."""
+"""Forward hooks on modules: finds those of the user, and replaces them for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeping what a step changes on the module from outliving a dry run."""
+"""Undoes the changes that the step of a dry run makes to the module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a unit call leaves behind besides its outputs: attributes, entries in lists it was given, calls of hooks inside.
+"""Side effects of a unit call: attributes, entries in lists among its arguments, calls of hooks inside.
 
 ``block.aux_loss = ...``, ``router_logits.append(...)`` and a forward hook on a router inside a block are side effects
 by which tensors leave a unit. A dry run finds them here; what stages do about them is in

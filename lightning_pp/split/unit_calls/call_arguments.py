@@ -1,4 +1,4 @@
-"""What a unit is given, to tell whether another call of it is like one that was recorded."""
+"""The arguments of a unit, to compare a call with a recorded one."""
 
 from __future__ import annotations
 

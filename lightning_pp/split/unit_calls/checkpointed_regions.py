@@ -24,7 +24,7 @@ RAN = object()
 
 @dataclass(eq=False, slots=True)
 class Region:
-    """What the first run of a checkpointed region saw.
+    """The unit calls in the first run of a checkpointed region.
 
     Attributes:
         calls: What its unit calls gave: :data:`RAN` where the unit itself ran, else what stood in for it.
@@ -41,7 +41,7 @@ _never_runs_again = False
 
 
 class NotRunAgainError(RuntimeError):
-    """What a checkpointed region keeps is not looked at now."""
+    """The tensors that a checkpointed region keeps are not needed now."""
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def never_run_again() -> Iterator[None]:
 
 
 class CheckpointedRegions:
-    """Remembers the unit calls of every checkpointed region.
+    """Keeps the unit calls of every checkpointed region.
 
     Args:
         replaying: Makes a context in which unit calls and the code between them give what a region saw.

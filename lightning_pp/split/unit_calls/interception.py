@@ -223,7 +223,7 @@ class UnitCalls:
 
 
 class _ReplayedFunctions(OutsideUnits):
-    """Within, functions between units return what was received instead of their results in a region's first run."""
+    """A context in which functions between units return tensors received in a region's first run."""
 
     def __init__(self, region: Region) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class _ReplayedFunctions(OutsideUnits):
 
 
 class _InCharge:
-    """A handler in charge; a class, and not a generator, which would cost more than all that is done."""
+    """A handler in charge; a class, because a generator would cost more than the work itself."""
 
     __slots__ = ("_before", "_calls", "_handler")
 
@@ -278,7 +278,7 @@ def with_passed_on(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 class _Patch(NamedTuple):
-    """What takes the place of a unit's ``__call__`` and ``forward`` while they are what they were when it was made."""
+    """Replaces a unit's ``__call__`` and ``forward`` while they are the same as when this was made."""
 
     originals: tuple[Callable[..., Any], Callable[..., Any]]
     call: Callable[..., Any]

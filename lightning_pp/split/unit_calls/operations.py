@@ -1,4 +1,4 @@
-"""The operations between units, told apart by what they work on: the same ones in every run of a step.
+"""The operations between units, identified by their arguments: the same ones in every run of a step.
 
 On one stage a value is a tensor with data, on another a fake. What tells an operation from all others is the same on
 both: the function of torch that is called, between which unit calls, on which values (outputs of units, and results of
@@ -33,7 +33,7 @@ NoteFunction = Callable[[str, Tensor | None], None]
 
 
 class OperationCalls(OutsideUnits):
-    """Within, the operations between units are followed. Another one for each run of a step.
+    """A context that follows the operations between units; a new one for each run of a step.
 
     Args:
         number_of: Gives the number of an operation; None for one that is not known.

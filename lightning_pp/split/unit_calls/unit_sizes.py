@@ -1,4 +1,4 @@
-"""What units return for inputs of other sizes than recorded: found out by running them on fakes, and not followed."""
+"""The outputs of units for inputs of other sizes than recorded: found by running them on fakes, unwatched."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def leaves_plain(call: UnitCall) -> bool:
 
 @dataclass(frozen=True)
 class _Known:
-    """What a unit returned for some arguments.
+    """The results of a unit for some arguments.
 
     Attributes:
         leaves: For each leaf a fake, the :class:`PassedOn` of the recorded call, or a plain value.
@@ -65,7 +65,7 @@ class _Known:
 
 
 class UnitSizes:
-    """Finds out what units return for arguments of other sizes, once for all units that are built alike."""
+    """Finds the outputs of units for arguments of other sizes, once for all units that are built alike."""
 
     def __init__(self, units: Mapping[str, nn.Module], fake_parameters: FakeParameters) -> None:
         self._units = units

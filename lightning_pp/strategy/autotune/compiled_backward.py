@@ -1,4 +1,4 @@
-"""What is not compiled as it could be: found in a training's first batch, and told once."""
+"""Units and weights that are not fully compiled: found in a training's first batch, and logged once."""
 
 from __future__ import annotations
 

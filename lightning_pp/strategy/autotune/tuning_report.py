@@ -1,4 +1,4 @@
-"""What is told of measured costs: a file of them, and a table of the schedules that they speak for or against."""
+"""The report of measured costs: a file of them, and a table of schedules by these costs."""
 
 from __future__ import annotations
 

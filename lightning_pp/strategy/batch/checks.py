@@ -32,7 +32,7 @@ NUM_CHECKED = {"training_step": 2, "validation_step": 1}
 
 @dataclass(eq=False)
 class BatchChecks:
-    """Checks that a step makes the same of microbatches as of a batch.
+    """Checks that a step computes the same from microbatches as from the batch.
 
     Attributes:
         preparation: Prepares parts of batches.

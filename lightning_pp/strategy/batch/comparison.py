@@ -1,4 +1,4 @@
-"""All ranks of a pipeline run the same batch, plan the same messages, and know the same parameters to be frozen."""
+"""Checks that all ranks of a pipeline have the same batch, the same messages and the same frozen parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BATCHES_CHECKED_BEFOREHAND = 2
 
 @dataclass(eq=False)
 class BatchComparison:
-    """Compares batches in the first two of an epoch before they run; later ones are checked by the report of each.
+    """Compares the first two batches of an epoch before they run; reports of batches check later ones.
 
     Attributes:
         module: The user's module.

@@ -1,4 +1,4 @@
-"""Counts what the loss of each microbatch divides by, before the step runs."""
+"""Counts the divisors of each microbatch's loss before the step runs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class BatchSteps:
 
 
 class StepCounting:
-    """Counts by rehearsing the step, and where its course is the same and its counts are simple, by their trace alone.
+    """Counts by rehearsing the step, or by the trace of its counts alone if its path is known and counts are simple.
 
     A trace is what a rehearsal has shown of how the counts are made of the batch. It serves once it has given the
     counts of another rehearsal, is compared with one again after every 1,000 microbatches, and is dropped where
@@ -216,7 +216,7 @@ class _Until(dict[Place, Count]):
 
 
 class _Traced:
-    """The trace of a recorded step's counts, and whether it serves.
+    """The trace of a recorded step's counts, and whether it can be used.
 
     Attributes:
         state: The step's state when the trace was made.

@@ -1,4 +1,4 @@
-"""The first batches are checked: a part of each is run in one piece and in two, and must give the same.
+"""Differences between a part of a first batch run in one piece and in two; both must have the same results.
 
 For each checked batch, on every rank::
 
@@ -45,7 +45,7 @@ _TURN_OFF = "check_first_batches=False on the strategy turns this check off."
 
 @dataclass(frozen=True)
 class Observed:
-    """What a step made of a batch; on other stages than the last only what it wrote into their buffers.
+    """The results of a step on a batch; on other stages than the last only their written buffers.
 
     It is merged once it is asked for: by then it is known which numbers add up.
 
@@ -101,7 +101,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Found:
-    """Why a difference is there.
+    """The cause of a difference.
 
     Attributes:
         culprit: Where samples were coupled first, if that was found.

@@ -1,4 +1,4 @@
-"""Spectral norm: its power iteration moves once for a batch, as on one device, and not in every microbatch."""
+"""Spectral norm: its power iteration runs once for a batch, as on one device, and not in every microbatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes what microbatches and replicas compute stand for their global batch: its means, its sums, its counts."""
+"""Corrects values of microbatches and replicas to those of the global batch: means, sums, counts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RecordAt = Callable[[Microbatch, EarlierRun | None], StepRecord]
 
 @dataclass(frozen=True)
 class TwoSizes:
-    """A part of a batch, and the two parts that it can be cut into.
+    """A part of a batch, and the two pieces into which it is cut.
 
     Attributes:
         whole: The larger.
@@ -135,7 +135,7 @@ class ScaledBatch:
 
 
 class BatchScaling:
-    """Finds out, on the last stage, how a step's values grow with the batch, and counts what has to be counted.
+    """Finds, on the last stage, how a step's values grow with the batch, and makes the counts that it needs.
 
     Args:
         groups: Joins the replicas.

@@ -1,4 +1,4 @@
-"""A batch whose step ends once, on all of it (``whole_batch_loss``): the run on it, and those before."""
+"""A batch whose step ends once, on the whole batch (``whole_batch_loss``): that run, and those before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of callbacks that differ from stage to stage, such as averages of the weights that a rank has."""
+"""States of callbacks that differ between stages, such as averages of a rank's own weights."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _ABOUT_FOLDERS = (
 
 
 class Checkpoints:
-    """What Lightning asks a strategy about checkpoints; every rank calls every method.
+    """The strategy's methods about checkpoints that Lightning calls; every rank calls every method.
 
     In the background, a save copies the rank's tensors to the host and returns; a thread writes them, with collectives
     over a group of its own. The next save, the next load, the end of the run and an exception wait for it, and what it
@@ -375,7 +375,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class _Run:
-    """What checkpoints of one run of the trainer are made of.
+    """The parts of the checkpoints of one run of the trainer.
 
     Attributes:
         engine: Runs the pipeline.

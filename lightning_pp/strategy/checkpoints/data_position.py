@@ -1,4 +1,4 @@
-"""Where the training data stand in the middle of an epoch, and going on from there with the same batches and draws.
+"""The position in the training data within an epoch, and resuming from it with the same batches and draws.
 
 Lightning keeps the states of loaders that have one (``state_dict``). Of others it keeps nothing, and begins the data of
 the epoch again. Here a :class:`DataLoader` over a dataset with indices is made to remember the generators that an epoch

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a run beside Lightning's own: random numbers, and the loaders of each replica."""
+"""The state of a run in a checkpoint beside Lightning's: random numbers, and the loaders of each replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a checkpoint cannot be pickled: taken out of it, and told."""
+"""Leaves out states that cannot be pickled, and names them in warnings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Pickler(pickle.Pickler):
 
 
 class Unpicklable:
-    """What one save leaves out; ``texts`` has a warning for each."""
+    """The states that one save leaves out; ``texts`` has a warning for each."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What a failure on one rank means for the others: they hear of it, say whose it was, and end."""
+"""After a failure on one rank the others learn of it, name the rank, and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ending a run at the same batch on all ranks when one of them is told to, and saving the training there."""
+"""Ends a run at the same batch on all ranks when one of them gets a signal, and saves the training there."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class CommonEnd:
 
 
 class Preemption:
-    """Has a SIGTERM or SIGUSR1 to any rank end a run between two batches, on all ranks before the same one.
+    """After a SIGTERM or SIGUSR1 to any rank, ends the run between two batches, on all ranks before the same one.
 
     Lightning's handler starts a collective wherever the signal finds it, also in the middle of a step, in which the
     other ranks wait for this one, and its loop has one before every batch. Here the handler only notes the signal.

@@ -1,4 +1,4 @@
-"""What may end a run before its time, watched from its beginning to its end: ranks that fail or wait, and signals."""
+"""Watches a run from beginning to end for what may end it early: ranks that fail or wait, and signals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RunWatch:
-    """Watches the runs of one strategy, and tells the other ranks how far this one has come.
+    """Watches the runs of one strategy, and reports this rank's progress to the others.
 
     Args:
         strategy: Whose runs they are.

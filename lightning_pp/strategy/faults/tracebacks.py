@@ -1,4 +1,4 @@
-"""What is printed of an exception that ends a process: what its user can act on, and no frames of libraries."""
+"""Prints an exception that ends a process: the frames on which its user can act, and no frames of libraries."""
 
 from __future__ import annotations
 

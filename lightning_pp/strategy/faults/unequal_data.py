@@ -1,4 +1,4 @@
-"""Ranks that have different numbers of batches, of which one would wait for another for ever."""
+"""Ranks with different numbers of batches, of which one would wait for another for ever."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_num_batches(trainer: pl.Trainer) -> None:
 
 
 class DataProgress:
-    """How far this rank has come in each of its data: a fit in those of training and of validation.
+    """This rank's progress in each of its data: in a fit, those of training and of validation.
 
     The main thread notes each batch as it begins; the thread that watches the ranks asks.
     """
@@ -88,7 +88,7 @@ def _batches(trainer: pl.Trainer) -> tuple[str, Any]:
 
 
 class ShortestLoader:
-    """A loader that ends, on every rank, where that of the first rank ends.
+    """A loader that ends on every rank when it has ended on one.
 
     Where a loader knows its length the shortest is agreed upon here. Otherwise the ranks ask each other before each
     batch whether all have one.

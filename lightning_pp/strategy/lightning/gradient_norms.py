@@ -26,7 +26,7 @@ Clip = Callable[[list[nn.Parameter], float, float], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class GradientNorms:
-    """What ``grad_norm(module)`` and ``clip_grad_norm_`` are on one device, for a module of which this rank has a part.
+    """``grad_norm(module)`` and ``clip_grad_norm_`` as on one device, for a module of which this rank has a part.
 
     Attributes:
         module: The user's module, or what it is part of.

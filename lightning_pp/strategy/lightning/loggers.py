@@ -1,4 +1,4 @@
-"""Loggers that fail while a run is under way: said once, and the run goes on.
+"""Loggers that fail during a run: one warning, and the run continues.
 
 A disk that is full, or a service that is gone, is no reason to lose a training; and an exception on the rank that logs
 would leave the others waiting.

@@ -15,7 +15,7 @@ from lightning_pp.strategy._lightning_private import AutomaticOptimization, call
 
 
 class PipelineClosure(Closure):
-    """Zeroes the gradients first, since the step makes them: elsewhere Lightning zeroes between step and backward."""
+    """Zeroes the gradients first, since the step computes them; Lightning usually zeroes between step and backward."""
 
     def __init__(
         self, trainer: pl.Trainer, step: Callable[[], ClosureResult], zero_grad: Callable[[], None] | None

@@ -1,4 +1,4 @@
-"""The processes of a strategy and what they tell each other."""
+"""The processes of a strategy and their collectives."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Finding = tuple[int, int, str]
 
 
 class FiniteGradients:
-    """Decides before each update of a pipeline whether it is made.
+    """Decides before each update of a pipeline whether to make it.
 
     With clipping by norm the norm, which all ranks know, tells. Otherwise each rank looks at its own gradients, by one
     reduction; in mode ``"skip"`` all ranks then agree by an all-reduce of one number. A precision with a scaler of the

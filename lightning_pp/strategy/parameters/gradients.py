@@ -1,4 +1,4 @@
-"""This rank's parameters as the data-parallel replicas and the other stages see them."""
+"""This rank's parameters, their shards over replicas, and their gradients over replicas and stages."""
 
 from __future__ import annotations
 

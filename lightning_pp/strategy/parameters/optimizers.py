@@ -1,4 +1,4 @@
-"""The one optimizer of a pipeline: made as on one device, then cut down to what a rank owns."""
+"""The one optimizer of a pipeline: made as on one device, then reduced to the parameters that a rank owns."""
 
 from __future__ import annotations
 

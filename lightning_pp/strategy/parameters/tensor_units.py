@@ -1,4 +1,4 @@
-"""This rank's units, to be cut over the tensor axis: what they are called with, and what stays whole."""
+"""This rank's units, to be cut over the tensor axis: their arguments, and the parameters that stay whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user's step keeps on the module: the same after a batch as on one device, on every rank.
+"""State that the user's step keeps on the module: after a batch it is as on one device, on every rank.
 
 ``self.validation_step_outputs.append(preds)``, ``self.num_seen += 1`` and the like run once per microbatch, and to
 their end on the last stage only. Each microbatch starts from what the module held before the batch; the changes are

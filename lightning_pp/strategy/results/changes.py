@@ -1,4 +1,4 @@
-"""A change that a step makes at one place of the module: what it is in a microbatch, and what the batch makes of it."""
+"""A change that a step makes at one place of the module: in a microbatch, and in the whole batch."""
 
 from __future__ import annotations
 

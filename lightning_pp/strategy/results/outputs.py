@@ -1,4 +1,4 @@
-"""What the user's step returned: from the microbatches to the whole batch, and from the last stage to every rank."""
+"""Outputs of the user's step: from the microbatches to the whole batch, and from the last stage to every rank."""
 
 from __future__ import annotations
 

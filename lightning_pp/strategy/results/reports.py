@@ -29,7 +29,7 @@ Merged = tuple[Any, dict[Any, Any]]
 
 @dataclass(frozen=True)
 class _Content:
-    """What the last stage tells.
+    """The content of the last stage's report.
 
     Attributes:
         calls: What the global batch logged.
@@ -51,7 +51,7 @@ class _Content:
 
 
 class ReportedBatch(NamedTuple):
-    """What a batch is on one rank.
+    """The data of a batch on one rank.
 
     Attributes:
         weights: Share of each microbatch.

@@ -1,4 +1,4 @@
-"""What the strategy needs of the data: a first batch to learn from, and the same draws on all stages."""
+"""The data that the strategy needs: a first batch to record, and the same draws on all stages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MISSING = object()
 
 
 class FirstBatch(NamedTuple):
-    """A batch to learn from.
+    """A batch to record.
 
     Attributes:
         batch: As the step will see it, on the device.

@@ -1,4 +1,4 @@
-"""Calling the user's step outside of a loop, to learn from it."""
+"""Calls the user's step outside of a loop, to record it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _check_loggable(name: str, value: Any) -> None:
 
 
 class _MutedLogger(DummyLogger):
-    """Writes nothing, and tells ``on_use`` when somebody wants it to."""
+    """Writes nothing, and calls ``on_use`` when code logs."""
 
     def __init__(self, on_use: Callable[[], None]) -> None:
         super().__init__()

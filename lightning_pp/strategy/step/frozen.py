@@ -1,4 +1,4 @@
-"""Parameters that are frozen and thawed while training runs: every stage has to know, for gradients cross stages."""
+"""Parameters that are frozen and unfrozen during training: every stage must know, since gradients cross stages."""
 
 from __future__ import annotations
 

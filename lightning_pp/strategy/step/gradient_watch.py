@@ -1,4 +1,4 @@
-"""Hooks that compute over the gradients of several units: a rank has those of its own stages only."""
+"""Finds hooks that compute over the gradients of several units: a rank has only those of its own stages."""
 
 from __future__ import annotations
 

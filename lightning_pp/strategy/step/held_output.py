@@ -1,4 +1,4 @@
-"""What a run of the step prints and logs that is not the real one: nothing is seen of it, unless it fails."""
+"""Holds back what a trial run of the step prints and logs, unless the run fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class _HeldStream:
-    """Stands for ``sys.stdout`` or ``sys.stderr``, also for who keeps it longer than anything is held."""
+    """Stands for ``sys.stdout`` or ``sys.stderr``, also for code that keeps it for longer."""
 
     def __init__(self, stream: Any, takes: Callable[[Callable[[], Any]], bool]) -> None:
         self._stream, self._takes = stream, takes

@@ -1,4 +1,4 @@
-"""What a loader draws from, as states that can be asked for and set again: host generators, and those of its own."""
+"""The generators of a loader, those of the host and its own, as states that can be read and set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline cannot do, told before it starts: the culprit, and what to do instead."""
+"""Refusals before a pipeline starts: they name the cause, and what to do instead."""
 
 from __future__ import annotations
 

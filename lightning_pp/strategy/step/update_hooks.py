@@ -1,4 +1,4 @@
-"""Hooks of the module that see parameters: those that write into them, as the update of a momentum encoder does."""
+"""Hooks of the module that write into parameters, as the update of a momentum encoder does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what was measured to the few findings that are worth telling."""
+"""Finds the few changes that are worth reporting, from measurements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOOK_FOR = (
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What some steps came to.
+    """The result of a diagnosis of some steps.
 
     Attributes:
         findings: What is worth changing, the biggest gain first.

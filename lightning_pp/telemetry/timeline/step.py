@@ -24,7 +24,7 @@ NAMES_OF_KINDS = {
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every rank did what in one step.
+    """The times of all actions of all ranks in one step.
 
     Attributes:
         schedule: The programs that were run.

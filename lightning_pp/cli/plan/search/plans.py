@@ -73,7 +73,7 @@ class FoundPlan:
 
 @dataclass
 class SearchResult:
-    """What came out.
+    """The result of a search.
 
     Attributes:
         best: The best plan of each of the best layouts, the shortest step first: at most :data:`NUM_BEST`, and none

@@ -1,4 +1,4 @@
-"""Dry runs that many plans have in common: one for each size of microbatches, as a rule."""
+"""Dry runs that many plans share: usually one for each size of microbatches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_pp.strategy.plan_only import FirstStep
 
 
 class Recordings:
-    """The step on one microbatch as a dry run sees it, for any number of stages.
+    """The recorded step on one microbatch, for any number of stages.
 
     With more stages there may have to be more units, and a head may be cut; else the recording is the same.
 

@@ -1,4 +1,4 @@
-"""One search from a config: what there is to choose from, the search, and its report."""
+"""One search from a config: its space of plans, the search, and its report."""
 
 from __future__ import annotations
 

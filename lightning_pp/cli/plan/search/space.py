@@ -27,7 +27,7 @@ MODEL_CHECKPOINTS = "model.activation_checkpointing"
 
 @dataclass(frozen=True)
 class Layout:
-    """What decides where a model is cut, and what a step takes on one replica.
+    """The sizes and the schedule on which a cut, and the time of a step on one replica, depend.
 
     Attributes:
         num_ranks: Ranks of the pipeline.
@@ -69,7 +69,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ShardingChoice:
-    """What data-parallel ranks share.
+    """What data-parallel ranks shard.
 
     Attributes:
         mode: The strategy's ``sharding``.
@@ -82,7 +82,7 @@ class ShardingChoice:
 
 @dataclass(frozen=True)
 class Space:
-    """What there is to choose from.
+    """The choices of a search.
 
     Attributes:
         num_devices: Devices in all.
