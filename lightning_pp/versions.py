@@ -17,8 +17,8 @@ def version_line(command: str) -> str:
         command: Whose name the line begins with.
     """
     others = {"torch": "torch", "lightning": "lightning", "hydra-core": "Hydra"}
-    told = ", ".join(f"{name} {version(package)}" for package, name in others.items())
-    return f"{command} {__version__} ({told})"
+    version_list = ", ".join(f"{name} {version(package)}" for package, name in others.items())
+    return f"{command} {__version__} ({version_list})"
 
 
 def parser_of(command: str, description: str | None, epilog: str) -> argparse.ArgumentParser:

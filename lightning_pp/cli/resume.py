@@ -59,37 +59,37 @@ def with_what_it_resumes(arguments: Sequence[str]) -> list[str]:
 
 def remember_folder(folder: str) -> None:
     """Tells later attempts of this job, if torchrun makes any, in which folder the run is; for rank 0."""
-    if launch.is_rank_zero() and (store := launcher_store()) is not None and (command := store.told(_COMMAND)):
-        store.tell(_folder(command), os.path.abspath(folder))
+    if launch.is_rank_zero() and (store := launcher_store()) is not None and (command := store.read(_COMMAND)):
+        store.write(_folder(command), os.path.abspath(folder))
 
 
 def _as_rank_zero_decides(arguments: Sequence[str], named: str | None, store: TextStore) -> list[str]:
     name, _ = meet(store, *ranks_of_launcher(), _RANKS_COME_WITHIN)
     if launch.is_rank_zero():
         return _decide_for_all(arguments, named, store, f"{name}/decision")
-    told = json.loads(store.wait_for(f"{name}/decision"))
-    if "refused" in told:
-        raise UserError(told["refused"])
-    if told["arguments"] is None:
+    decided = json.loads(store.wait_for(f"{name}/decision"))
+    if "refused" in decided:
+        raise UserError(decided["refused"])
+    if decided["arguments"] is None:
         return list(arguments)
-    os.chdir(told["folder"])
-    return list(told["arguments"])
+    os.chdir(decided["folder"])
+    return list(decided["arguments"])
 
 
 def _decide_for_all(arguments: Sequence[str], named: str | None, store: TextStore, decision: str) -> list[str]:
     # a script that torchrun starts may run one command after the other
     command = hashlib.sha256(json.dumps(list(arguments)).encode()).hexdigest()
-    store.tell(_COMMAND, command)
+    store.write(_COMMAND, command)
     attempt = store.count(f"{command}/attempts") - 1 + _restarts_by_slurm()
     if named is None and attempt == 0:
-        store.tell(decision, json.dumps({"arguments": None}))
+        store.write(decision, json.dumps({"arguments": None}))
         return list(arguments)
     try:
-        decided = _decide(arguments, named, attempt, store.told(_folder(command)))
+        decided = _decide(arguments, named, attempt, store.read(_folder(command)))
     except UserError as error:
-        store.tell(decision, json.dumps({"refused": str(error)}))
+        store.write(decision, json.dumps({"refused": str(error)}))
         raise
-    store.tell(decision, json.dumps({"arguments": decided, "folder": os.getcwd()}))
+    store.write(decision, json.dumps({"arguments": decided, "folder": os.getcwd()}))
     return decided
 
 

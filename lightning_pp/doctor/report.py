@@ -40,8 +40,8 @@ def print_report(console: Console, rows: Sequence[Row], num_ranks: int, device_t
         previous = row.check
     console.print(table)
     counts = Counter(row.finding.status for row in rows)
-    told = ", ".join(f"{counts[status]} {status.value}" for status in Status if counts[status])
-    console.print(f"{told}; {seconds:.0f} s.", style=_STYLES[worst_status(rows)])
+    counted = ", ".join(f"{counts[status]} {status.value}" for status in Status if counts[status])
+    console.print(f"{counted}; {seconds:.0f} s.", style=_STYLES[worst_status(rows)])
 
 
 def worst_status(rows: Sequence[Row]) -> Status:

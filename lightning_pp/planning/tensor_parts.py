@@ -172,12 +172,12 @@ def cut_on_parts(
     watch = _TrafficWatch(ranks.size, alike)
     cuts = _found(units, fake_parameters, record, calls, ranks) if like is None else like.cuts
     found, cut = cuts.units, cuts.fake_parameters
-    cuts.group.tell = watch.note
+    cuts.group.on_communication = watch.note
     try:
         with found.running_on_parts():
             on_parts = replace(alike.filled(record, alike.recorded(again, cut)), num_tensor_ranks=ranks.size)
     finally:
-        cuts.group.tell = lambda *_: None  # graphs on fakes hold the group where no collector sees what it holds
+        cuts.group.on_communication = lambda *_: None  # graphs on fakes keep the group alive
     cut.names = {name: cut.parameter(name) for name in cut.names}  # which does not keep the parameters themselves
     num_parameters = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
     for name in num_parameters:

@@ -203,11 +203,11 @@ class FitMeasurement:
             own += RankSums.of_step(timer.times(), self._stages, timer.sent_bytes, by_stage)
         self._timers.clear()
         groups = self._pipeline.groups
-        told = gather((self._read(squares), own), groups.pipeline, self._pipeline.rank)
+        gathered = gather((self._read(squares), own), groups.pipeline, self._pipeline.rank)
         throughput, self._throughput = self._throughput, Throughput()
-        if told is None:
+        if gathered is None:
             return None
-        readings, sums = [reading for reading, _ in told], [of_rank for _, of_rank in told]
+        readings, sums = [reading for reading, _ in gathered], [of_rank for _, of_rank in gathered]
         num_devices = self._placement.num_ranks * groups.num_replicas * groups.num_tensor_ranks
         found = Measurements(self._placement, sums, readings, throughput, self._predict(), num_devices)
         self._total = found if self._total is None else self._total + found

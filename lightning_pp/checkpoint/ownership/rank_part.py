@@ -116,9 +116,9 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     They are those of the first rank that has parameters of the group: steps of the others may not see it.
     """
     groups = optimizer.state_dict()["param_groups"]
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, [without_parameters(group) if group["params"] else None for group in groups])
-    found = (next((own for own in those if own is not None), None) for those in zip(*told, strict=True))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [without_parameters(group) if group["params"] else None for group in groups])
+    found = (next((own for own in of_ranks if own is not None), None) for of_ranks in zip(*gathered, strict=True))
     return [without_parameters(group) if own is None else own for group, own in zip(groups, found, strict=True)]
 
 

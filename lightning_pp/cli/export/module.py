@@ -137,6 +137,6 @@ def check_fit(
         "are unexpected": [name for name in found if name not in expected],
         "have another shape": reshaped,
     }
-    told = [f"{len(names)} names {what}: {enumerate_names(names)}" for what, names in problems.items() if names]
-    if told:
-        raise CheckpointError(f"{source} does not fit {kind}: {'; '.join(told)}")
+    texts = [f"{len(names)} names {what}: {enumerate_names(names)}" for what, names in problems.items() if names]
+    if texts:
+        raise CheckpointError(f"{source} does not fit {kind}: {'; '.join(texts)}")

@@ -63,10 +63,10 @@ class RunFile:
     @cached_property
     def diagnosis(self) -> Diagnosis | None:
         """What would have made its steps shorter."""
-        if (told := self.content.get("diagnosis")) is None:
+        if (stored := self.content.get("diagnosis")) is None:
             return None
-        findings = [Finding(**{name: one[name] for name in one if name != "text"}) for one in told["findings"]]
-        return Diagnosis(findings, told["num_steps"], told["step_ms"], told["simulated_ms"])
+        findings = [Finding(**{name: one[name] for name in one if name != "text"}) for one in stored["findings"]]
+        return Diagnosis(findings, stored["num_steps"], stored["step_ms"], stored["simulated_ms"])
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -89,7 +89,7 @@ def judge(values: Sequence[dict[str, Any]]) -> list[Finding]:
 def _by_hosts(values: Sequence[dict[str, Any]]) -> str:
     """The medians of the pairs on one host and of the others, where there are both."""
     hosts = {value["rank"]: value["host"] for value in values}
-    told = []
+    texts = []
     for where, is_one in (("on one host", True), ("between hosts", False)):
         links = [
             link
@@ -99,8 +99,8 @@ def _by_hosts(values: Sequence[dict[str, Any]]) -> str:
         ]
         if links:
             latency, speed = (median(link[key] for link in links) for key in ("latency_us", "gb_per_s"))
-            told.append(f"{latency:.0f} µs and {speed:.1f} GB/s {where}")
-    return f" ({', '.join(told)})" if len(told) == 2 else ""
+            texts.append(f"{latency:.0f} µs and {speed:.1f} GB/s {where}")
+    return f" ({', '.join(texts)})" if len(texts) == 2 else ""
 
 
 def _pairs(num_ranks: int) -> list[tuple[int, int]]:

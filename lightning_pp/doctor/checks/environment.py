@@ -74,8 +74,8 @@ def judge(values: Sequence[dict[str, Any]]) -> list[Finding]:
         else f"{mine['num_cpus']} CPUs"
     )
     hosts = len({value["host"] for value in values})
-    told = f"{packages}, Python {mine['python']}; {device}; {len(values)} ranks on {hosts} host{'s'[: hosts > 1]}."
-    summary = Finding(Status.OK, told, details=list(values))
+    text = f"{packages}, Python {mine['python']}; {device}; {len(values)} ranks on {hosts} host{'s'[: hosts > 1]}."
+    summary = Finding(Status.OK, text, details=list(values))
     return [summary, *problems] if problems else [summary]
 
 
@@ -209,5 +209,5 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts[:3])
 
 
-_TOLD = "versions, drivers, devices and variables, and whether all ranks have the same"
-CHECKS = [Check("environment", _TOLD, look, judge, fewest_ranks=1, limit_s=60.0, advice=_BASE)]
+_TITLE = "versions, drivers, devices and variables, and whether all ranks have the same"
+CHECKS = [Check("environment", _TITLE, look, judge, fewest_ranks=1, limit_s=60.0, advice=_BASE)]

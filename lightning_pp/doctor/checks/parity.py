@@ -62,7 +62,7 @@ def train(rank: Rank) -> list[dict[str, Any]]:
     """Each case with its largest difference on this rank."""
     whole = batches(_NUM_STEPS, 8 * 2)
     alone: dict[str, Notes] = {}
-    told = []
+    differences = []
     for case in cases(rank.num_ranks, is_quick=rank.is_quick):
         rank.note(str(case))
         if case.precision not in alone:
@@ -80,7 +80,7 @@ def train(rank: Rank) -> list[dict[str, Any]]:
         )
         trainer.fit(module, loader(batches_for_replica(whole, rank.rank % case.replicas, case.replicas)))
         share, name = difference(notes, alone[case.precision], Chain(num_blocks_for(rank)))
-        told.append(
+        differences.append(
             {
                 **asdict(case),
                 "case": str(case),
@@ -90,7 +90,7 @@ def train(rank: Rank) -> list[dict[str, Any]]:
                 "losses_alone": alone[case.precision].losses,
             }
         )
-    return told
+    return differences
 
 
 def judge(values: Sequence[list[dict[str, Any]]]) -> list[Finding]:

@@ -50,7 +50,7 @@ class BatchChecks:
     forward: Callable[[BatchRun, Sequence[int]], list[Any]]
     is_on: bool = field(kw_only=True)
     _num_left: dict[str, int] = field(default_factory=dict, init=False)
-    _told: set[str] = field(default_factory=set, init=False)
+    _reported: set[str] = field(default_factory=set, init=False)
 
     def start(self) -> None:
         """A run of the trainer begins."""
@@ -79,7 +79,7 @@ class BatchChecks:
         if all(self.groups.gather(sizes is not None, "whether a first batch is checked")) and sizes is not None:
             tolerance = tolerance_of(module, step_dtypes(self.precision).compute, self.device)
             units, allows_auxiliary = self.preparation.split.units, self.preparation.allows_auxiliary
-            check = PartCheck(module, call.step, sizes, self.groups, units, tolerance, self._told, allows_auxiliary)
+            check = PartCheck(module, call.step, sizes, self.groups, units, tolerance, self._reported, allows_auxiliary)
             check.run(partial(self._observe, call, sizes.whole.data, seed))
 
     def _observe(

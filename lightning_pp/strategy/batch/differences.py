@@ -251,7 +251,7 @@ def text_about(difference: Difference, found: Found, sizes: Sequence[int], line:
         line: Where the step is.
     """
     total, cut = sum(sizes), " + ".join(map(str, sizes))
-    told = (
+    difference_text = (
         f"{difference.what} ({line}) depends on how the batch is cut: it is {difference.whole:.6g} for {total} samples "
         f"in one piece and {difference.parts:.6g} for the same samples as {cut}, as a pipeline computes it."
     )
@@ -269,7 +269,7 @@ def text_about(difference: Difference, found: Found, sizes: Sequence[int], line:
         )
     else:
         reason = _reason(difference, found.culprit)
-    return f"{told} {reason} {_TURN_OFF}"
+    return f"{difference_text} {reason} {_TURN_OFF}"
 
 
 def _reason(difference: Difference, culprit: Culprit | None) -> str:

@@ -52,8 +52,8 @@ def own_run_state(checkpoint: dict[str, Any], engine: PipelineEngine, data: Data
             f"{bad[0]} Nothing is saved, so no good checkpoint is replaced. Resume from the last one. "
             "on_nonfinite='ignore' saves such weights too."
         )
-    told = {what for *_, whats in gathered[: dist.get_rank()] for what in whats}
-    for text in (text for what, text in lost.texts.items() if what not in told):
+    warned = {what for *_, whats in gathered[: dist.get_rank()] for what in whats}
+    for text in (text for what, text in lost.texts.items() if what not in warned):
         warnings.warn(text, stacklevel=2)
     of_replica = {replica: state for rank, replica, state, *_ in gathered if rank == 0}
     own: dict[str, Any] = {"random": engine.random_state()}

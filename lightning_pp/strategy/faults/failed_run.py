@@ -50,11 +50,11 @@ class FailedRuns:
             return
         # told at once, so that nobody has to ask for it of a process that may have been stopped
         own = (next(_numbers), this_machine(), os.getpid())
-        told: list[Any] = [None] * num_ranks
+        gathered: list[Any] = [None] * num_ranks
         with among_all_ranks():
-            dist.all_gather_object(told, own)
-        run, machine = told[0][0], own[1]
-        pids = {other: pid for other, (_, its, pid) in enumerate(told) if other != rank and machine == its != ""}
+            dist.all_gather_object(gathered, own)
+        run, machine = gathered[0][0], own[1]
+        pids = {other: pid for other, (_, its, pid) in enumerate(gathered) if other != rank and machine == its != ""}
 
         def wake() -> None:
             this_rank.wake()

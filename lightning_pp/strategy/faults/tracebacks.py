@@ -18,7 +18,7 @@ WHOLE_TRACEBACK = "LIGHTNING_PP_TRACEBACK"
 """Environment variable: 1 prints tracebacks whole."""
 
 _MOST_LINES = 4
-_TOLD = "_lightning_pp_told"
+_SUMMARY = "_lightning_pp_told"
 # where a main thread waits for other ranks, or for a device that does
 _WAIT = (
     "torch.distributed.",
@@ -29,7 +29,7 @@ _WAIT = (
 _WORK = ("torch.distributed.checkpoint", "lightning_pp.distributed.fingerprints")
 
 
-class _Told(NamedTuple):
+class _Summary(NamedTuple):
     sentence: str
     with_frames: bool
 
@@ -57,7 +57,7 @@ def tell_shortly(error: BaseException, sentence: str, *, with_frames: bool = Fal
     # torch.distributed has one that prints as Python does
     if hook is sys.__excepthook__ or getattr(hook, "__module__", "").startswith("torch."):
         sys.excepthook = _print_shortly
-    vars(error)[_TOLD] = _Told(sentence, with_frames)
+    vars(error)[_SUMMARY] = _Summary(sentence, with_frames)
 
 
 def main_thread_stack() -> Stack:
@@ -84,12 +84,12 @@ def main_thread_stack() -> Stack:
 
 
 def _print_shortly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    told: _Told | None = vars(error).get(_TOLD)
-    if told is None:
+    summary: _Summary | None = vars(error).get(_SUMMARY)
+    if summary is None:
         sys.__excepthook__(kind, error, trace)
         return
-    text = f"lightning_pp: {told.sentence}\n"
-    if told.with_frames:
+    text = f"lightning_pp: {summary.sentence}\n"
+    if summary.with_frames:
         frames = [frame for frame, _ in traceback.walk_tb(trace)]
         entries = zip(frames, traceback.extract_tb(trace), strict=True)
         text += "".join(traceback.format_list([entry for frame, entry in entries if is_of_user(frame)]))

@@ -25,15 +25,15 @@ def check_num_batches(trainer: pl.Trainer) -> None:
         ConfigurationError: On all ranks: the numbers differ.
     """
     what, mine = _numbers(trainer)
-    told: list[Any] = [None] * dist.get_world_size()
+    of_all: list[Any] = [None] * dist.get_world_size()
     with among_all_ranks():
-        dist.all_gather_object(told, mine)
-    for rank, numbers in enumerate(told):
-        if numbers != told[0]:
+        dist.all_gather_object(of_all, mine)
+    for rank, numbers in enumerate(of_all):
+        if numbers != of_all[0]:
             raise ConfigurationError(
-                f"Rank 0 has {_written(told[0])} batches of {what} data, but rank {rank} has {_written(numbers)}. The "
-                "rank with more batches would wait for ever. Give every rank the same number: datasets and samplers "
-                "may depend on strategy.data_parallel_rank only. Drop or repeat the samples left over (as "
+                f"Rank 0 has {_written(of_all[0])} batches of {what} data, but rank {rank} has {_written(numbers)}. "
+                "The rank with more batches would wait for ever. Give every rank the same number: datasets and "
+                "samplers may depend on strategy.data_parallel_rank only. Drop or repeat the samples left over (as "
                 "DistributedSampler does). unequal_data='shortest' ends all ranks with the first."
             )
 
@@ -101,9 +101,9 @@ class ShortestLoader:
     def __init__(self, loader: Any, agree: Callable[[bool], bool]) -> None:
         self.loader = loader
         self._agree = agree
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, sized_len(loader))
-        self._length: int | None = None if None in told else min(told)
+        lengths: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(lengths, sized_len(loader))
+        self._length: int | None = None if None in lengths else min(lengths)
 
     def __getattr__(self, name: str) -> Any:
         """What it is not asked to end is asked of the loader."""

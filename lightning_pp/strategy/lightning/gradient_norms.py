@@ -54,8 +54,8 @@ class GradientNorms:
         kind = float(norm_type)
         own = self._own_norms(kind, {known[p]: p for p in listed.values()})
         found, holders = dict[str, tuple[float, torch.dtype]](), dict[str, int]()
-        told = self.groups.gather_in_pipeline({name: (*norm, name in self.cut) for name, norm in own.items()})
-        for rank, part in enumerate(told):
+        norms_of_ranks = self.groups.gather_in_pipeline({name: (*norm, name in self.cut) for name, norm in own.items()})
+        for rank, part in enumerate(norms_of_ranks):
             for name, (norm, dtype, is_cut) in part.items():
                 stage = rank // self.groups.num_tensor_ranks
                 if is_cut and holders.setdefault(name, stage) != stage:  # tied to a unit of another stage

@@ -40,9 +40,9 @@ class FrozenParameters:
         self._told = self._frozen()
         return self._told, frozenset(self._own.keys() - self._told)
 
-    def apply(self, told: Iterable[Frozen]) -> None:
+    def apply(self, states: Iterable[Frozen]) -> None:
         """Has what stands for others' parameters be frozen, or not, as they have told."""
-        for frozen, trained in told:
+        for frozen, trained in states:
             for name in frozen & self._others.keys():
                 self._others[name].requires_grad_(False)
             for name in trained & self._others.keys():

@@ -78,11 +78,11 @@ def diagnose(evidence: Evidence, num_steps: int = 1) -> Diagnosis:
     diagnosis = Diagnosis([], num_steps, evidence.step_ms, evidence.model.step_ms)
     if not diagnosis.is_explained:
         return diagnosis
-    told: list[Finding] = []
+    reported: list[Finding] = []
     for look in _LOOK_FOR:
         finding = look(evidence)
         if finding is None or finding.gain_fraction < WORTH_TELLING:
             continue
-        if not finding.override or finding.override not in [other.override for other in told]:
-            told.append(finding)
-    return replace(diagnosis, findings=sorted(told, key=lambda finding: -finding.gain_ms)[:MOST_FINDINGS])
+        if not finding.override or finding.override not in [other.override for other in reported]:
+            reported.append(finding)
+    return replace(diagnosis, findings=sorted(reported, key=lambda finding: -finding.gain_ms)[:MOST_FINDINGS])
