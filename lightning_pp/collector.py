@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Within, no cycles are looked for: with all of torch and transformers imported, one look takes .3 s."""
+    """In the block, no cycles are looked for: with all of torch and transformers imported, one look takes .3 s."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

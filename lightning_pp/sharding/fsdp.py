@@ -277,7 +277,7 @@ class ShardedUnits:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, calls of units neither gather nor free, as when fakes stand in for the parameters; casts remain."""
+        """In the block, calls of units neither gather nor free, as parameters may be fake; casts remain."""
         self._hooks.is_paused, before = True, self._hooks.is_paused
         try:
             yield

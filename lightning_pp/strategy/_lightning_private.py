@@ -449,7 +449,7 @@ def reductions_of(metric: Metric) -> Mapping[str, Callable[[Any], Any] | None]:
 @uses("torchmetrics.Metric._to_sync")
 @contextmanager
 def computing_locally(metric: Metric) -> Iterator[None]:
-    """Within, ``compute`` does not sync ``metric``; what it gave is not kept for later calls."""
+    """In the block, ``compute`` does not sync ``metric``; what it gave is not kept for later calls."""
     with _kept(metric, "_to_sync"):
         metric._to_sync = False
         try:

@@ -58,7 +58,7 @@ class Connection:
         return self._messages
 
     def set_last_stage(self, rank: int) -> None:
-        """Tells which pipeline rank holds the last stage, from which messages come."""
+        """Sets the pipeline rank of the last stage, which sends messages."""
         self.groups = replace(self.groups, last_stage_rank=rank)
         self._messages = MessageLine(replace(self._new_groups(), last_stage_rank=rank), self._device)
 

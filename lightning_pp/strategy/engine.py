@@ -226,7 +226,7 @@ class PipelineEngine:
         return not self._programs.measures
 
     def plan_facts(self) -> PlanFacts:
-        """What a diagnosis asks of the plan."""
+        """The facts of the plan for a diagnosis."""
         return plan_facts(self.split, self._options, self._model.memory, self.device.type)
 
     def facts(self) -> dict[str, int | str | bool]:
@@ -251,7 +251,7 @@ class PipelineEngine:
         return output
 
     def _skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A batch for which the training step returns None: only what it logs and keeps."""
+        """A batch for which the training step returns None: only its logs and attributes are kept."""
         if self._run("training_step", args, kwargs, 1.0, trains=False, reduce=False) is not None:
             raise ConfigurationError(SKIPPED_IN_PART)
 
@@ -382,7 +382,7 @@ class PipelineEngine:
         )
 
     def _receive(self, report: BatchReport, run: BatchRun) -> Any:
-        """What the step returned for the batch; what it logged and changed on the module is there from now on."""
+        """The step's output for the batch; its logs and its changes to the module are applied."""
         try:
             output, changes = report.receive_and_apply(self.module, run.call.batch_idx)
         except RankStoppedError:

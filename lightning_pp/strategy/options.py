@@ -63,7 +63,7 @@ class RunOptions:
 
     @property
     def needs_engine(self) -> bool:
-        """Whether something is asked for that a pipeline's engine does with one stage too."""
+        """Whether an option needs the pipeline's engine even with one stage."""
         return bool(self.compile or self.meta_init or self.async_checkpoint or self.initial_weights is not None)
 
 

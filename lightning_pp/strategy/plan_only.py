@@ -176,7 +176,7 @@ def look_at_first_step(
 
 @contextmanager
 def _quiet_lightning() -> Iterator[None]:
-    """Within, Lightning does not tell which devices it found, nor how a loader could be faster."""
+    """In the block, Lightning does not tell which devices it found, nor how a loader could be faster."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -159,7 +159,7 @@ class PipelineSetup:
         )  # fmt: skip
 
     def programs(self, model: LaidOutModel) -> TunedPrograms:
-        """The schedules of a model that is laid out; every rank asks for them."""
+        """The schedules of a model that is assigned to stages; every rank must call this."""
         given = self._given
         return TunedPrograms(
             self._options.schedule,
@@ -193,7 +193,7 @@ class PipelineSetup:
         return recording
 
     def _recomputing_least(self, recording: RecordedModel, request: LayoutRequest) -> RecordedModel:
-        """``recording`` with as few blocks recomputed as the limit of memory asks for."""
+        """``recording`` with as few recomputed blocks as the memory limit allows."""
         assert self._device_memory is not None
         memory = self._device_memory
         self._recomputed = self._decided(
@@ -235,7 +235,7 @@ class PipelineSetup:
 
     @contextmanager
     def _in_step_mode(self, step: str) -> Iterator[None]:
-        """Within, all modules are in the mode that ``step`` runs in."""
+        """In the block, all modules are in the mode that ``step`` runs in."""
         modes = [(child, child.training) for child in self.module.modules()]
         if step != "training_step":
             self.module.eval()
@@ -308,7 +308,7 @@ class PipelineSetup:
         return self._update_hooks.updates if step == "training_step" else {}
 
     def _limit_of_memory(self, recording: RecordedModel, step: str, optimizer: Optimizer | None) -> DeviceMemory | None:
-        """What a rank may hold altogether, and how it is counted; None for no limit."""
+        """The memory limit of a rank, and how memory is counted; None for no limit."""
         if self._options.device_memory_gib is None:
             return None
         model = MemoryModel.of(

@@ -183,7 +183,7 @@ class FitMeasurement:
         self._squares = self._pipeline.gradient_squares()
 
     def collect(self) -> Measurements | None:
-        """What was measured since the last call; every rank has to call it.
+        """The measurements since the last call; every rank must call it.
 
         Returns:
             On rank 0 of the first pipeline the measurements, elsewhere None.
@@ -214,7 +214,7 @@ class FitMeasurement:
         return found
 
     def _by_stage(self, collectives: CollectiveTimes) -> dict[int, CollectiveSums]:
-        """Sums by stage; what is for no unit in particular counts to the first."""
+        """Sums by stage; times of no particular unit count for the first stage."""
         stage_of_unit = self._pipeline.split.partition.stage_of_unit
         sums = {stage: CollectiveSums() for stage in self._stages}
         for unit, of_unit in collectives.by_unit().items():
@@ -233,7 +233,7 @@ class FitMeasurement:
         )
 
     def _predict(self) -> StepPrediction | None:
-        """What was expected of the latest schedule, simulated once."""
+        """The prediction for the latest schedule, simulated once."""
         if self._last_step is None:
             return None
         schedule = self._last_step[0]

@@ -25,7 +25,7 @@ def read_peak_memory_gib(device: torch.device) -> float:
 
 
 def read_memory_gib(device: torch.device) -> tuple[float, float]:
-    """What is held of ``device``'s memory now, and what is reserved for it, GiB.
+    """The allocated and the reserved memory of ``device`` now, GiB.
 
     On CUDA: what tensors hold, and what torch's allocator has taken from the device. On the CPU both are the resident
     set of this process.

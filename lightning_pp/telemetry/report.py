@@ -139,7 +139,7 @@ class Measurements:
         return [self._times_of(stage) for stage in range(self.placement.num_stages)]
 
     def metrics(self, peak_tflops: float | None = None) -> dict[str, float]:
-        """What is logged: ``pp/{name}/stage_{s}`` for every stage, and ``pp/{name}`` for the pipeline.
+        """The logged metrics: ``pp/{name}/stage_{s}`` for every stage, and ``pp/{name}`` for the pipeline.
 
         Args:
             peak_tflops: The most that one device can do, TFLOP/s; without it there is no utilisation.

@@ -82,7 +82,7 @@ class Region(TorchFunctionMode):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within, functions pass through here."""
+        """In the block, functions pass through here."""
         OPEN.count += 1
         self._is_open = True
         try:

@@ -60,7 +60,7 @@ def is_remote(location: Location) -> TypeIs[UPath]:
 
 @contextmanager
 def naming(location: Location, done: str) -> Iterator[None]:
-    """Within, what a remote storage raises becomes a :class:`CheckpointError` that names the URL.
+    """In the block, what a remote storage raises becomes a :class:`CheckpointError` that names the URL.
 
     Args:
         location: What the body works on; errors at a path of this machine pass as they are.

@@ -252,7 +252,7 @@ def _nothing_fits(table: ScheduleTable, limit: float | None) -> UserError:
 
 @contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Within, whatever is raised is told as what keeps the module ``name`` from being cut, with the user's line."""
+    """In the block, any error becomes one that says why the module ``name`` cannot be cut, with the user's line."""
     try:
         yield
     except UserError:

@@ -60,7 +60,7 @@ class UnitsAlone:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Within, the units have parameters with random values on the device; everything else has none."""
+        """In the block, the units have parameters with random values on the device; everything else has none."""
         recording = self.recording
         with ExitStack() as stack:
             stack.enter_context(generators_untouched(self.device))

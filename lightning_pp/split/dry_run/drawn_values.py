@@ -41,7 +41,7 @@ class DrawnValues:
         return found
 
     def note(self, found: int | None, result: Any) -> None:
-        """After the operation: what it gave comes from that draw."""
+        """After the operation: its results come from that draw."""
         if found is None:
             return
         for tensor in tree_leaves(result):

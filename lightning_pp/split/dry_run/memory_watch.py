@@ -40,7 +40,7 @@ class MemoryWatch:
 
     @contextmanager
     def call_on_made_up_data(self) -> Iterator[None]:
-        """Within, real tensors are known until the end only, so that not all of a step's data have to live."""
+        """In the block, real tensors are known until the end only, so that not all of a step's data have to live."""
         self._of_call = []
         try:
             yield
@@ -100,7 +100,7 @@ class MemoryWatch:
 
     @contextmanager
     def in_one_piece(self) -> Iterator[None]:
-        """Within, products with weights are not deferred."""
+        """In the block, products with weights are not deferred."""
         before, self._is_in_one_piece = self._is_in_one_piece, True
         try:
             yield
@@ -140,7 +140,7 @@ class GraphReader:
         self._names: dict[type, list[str]] = {}
 
     def saved_behind(self, outputs: Iterable[Tensor], stop: Iterable[Node]) -> Iterator[Tensor]:
-        """What is saved by the nodes that lead back from ``outputs`` to those in ``stop``."""
+        """The tensors saved by the nodes on the way back from ``outputs`` to those in ``stop``."""
         stops = set(stop)
         waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
         while waiting:

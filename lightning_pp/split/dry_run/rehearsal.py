@@ -199,7 +199,7 @@ class _StandIns:
 
 @contextmanager
 def _values_made_up(record: StepRecord, on_look: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Within, code may read values of fakes (``.item()``, ``.numpy()``) and their memory, and sees something."""
+    """In the block, code may read values of fakes (``.item()``, ``.numpy()``) and their memory, and sees something."""
     mode = next((leaf.fake.fake_mode for call in record.calls for leaf in call.leaves if leaf.spec), None)
     real = MadeUpData().real
     read = PythonReads(is_fake, real, lambda fake: int(real(fake).data_ptr()), on_look)

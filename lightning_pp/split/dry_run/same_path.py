@@ -56,7 +56,7 @@ class PathComparison:
         is_alike: bool = False,
         earlier: EarlierRun | None = None,
     ) -> StepRecord | None:
-        """Rehearses ``step`` and tells whether it takes the path of ``record``.
+        """Rehearses ``step`` and returns whether it takes the path of ``record``.
 
         Args:
             record: The record.
@@ -149,7 +149,7 @@ class _Path:
     def stand_in(
         self, call: UnitCall, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> UnitCall | None:
-        """What stands in for a call: the recorded one, or it with other sizes; None if it is no such call."""
+        """The record to use for a call: the recorded one, or it with other sizes; None if it is another call."""
         is_same = shapes_of(args, kwargs) == call.shapes
         is_same &= call.looks_at is None or fingerprint_of(args, kwargs) == call.looks_at
         if is_same and (not self._is_alike or numbers_of(args, kwargs) == call.numbers):

@@ -92,7 +92,7 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def refusing_edits(self, refuses: bool = True) -> Iterator[None]:
-        """Within, a fake written into a tensor with data raises :class:`LostEditError`; or again not, for a step."""
+        """In the block, writing a fake into a tensor with data raises :class:`LostEditError`, or not, for a step."""
         before, self._refuses_edits = self._refuses_edits, refuses
         try:
             yield
@@ -101,7 +101,7 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def refusing_text(self) -> Iterator[None]:
-        """Within, a fake that is formatted or made an array raises :class:`NeedsDataError` where edits are refused."""
+        """In the block, formatting a fake or making it an array raises :class:`NeedsDataError` if edits are refused."""
 
         def refusing(name: str) -> Callable[..., Any]:
             original = getattr(Tensor, name)
@@ -124,7 +124,7 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def making_up(self, makes_up: bool = True) -> Iterator[None]:
-        """Within, what needs missing data gets made-up data instead of an error; or an error again."""
+        """In the block, operations that need missing data get made-up data instead of an error, or an error again."""
         before, self._makes_up = self._makes_up, makes_up
         try:
             yield
@@ -263,7 +263,7 @@ def _are_equal(leaves: Sequence[Tensor]) -> bool:
 
 @contextmanager
 def attempts_untold() -> Iterator[None]:
-    """Within, torch does not report attempts on fakes that fail; what comes of them is reported here."""
+    """In the block, torch does not report failed attempts on fakes; their outcome is reported here."""
     before, LOG_OF_FAKES.disabled = LOG_OF_FAKES.disabled, True
     try:
         yield

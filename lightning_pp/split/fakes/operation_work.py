@@ -90,7 +90,7 @@ def work_of(
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """What is there of a tensor: one that is expanded is not all in memory."""
+    """The bytes of a tensor in memory: an expanded one has fewer than its shape says."""
     if tensor.layout is not torch.strided:
         return tensor.numel() * tensor.itemsize
     size = 1

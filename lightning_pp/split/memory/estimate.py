@@ -92,7 +92,7 @@ class RankMemory:
 
     @property
     def bytes_beside_activations(self) -> int:
-        """What there is while microbatches run, besides what they hold between two actions."""
+        """The memory of a running step besides what microbatches hold between two actions."""
         return self.state.total_bytes + self.communicators_bytes + self.recomputed_bytes + self.edge_buffers_bytes
 
     @property
@@ -144,7 +144,7 @@ def estimate_memory(
     schedule: Schedule | None = None,
     whole_batch_loss: bool = False,
 ) -> MemoryEstimate:
-    """What a training step holds on every stage and rank.
+    """The memory of a training step on every stage and rank.
 
     Args:
         record: A dry run of the training step on one microbatch.

@@ -163,7 +163,7 @@ class StateSizes:
         return max(units.values(), default=0)
 
     def _is_gathered(self, parameter: ParameterSize) -> bool:
-        """Whether what units compute with is another tensor than what is kept between steps."""
+        """Whether units compute with other tensors than those kept between steps."""
         return parameter.is_shardable and (
             self.sharding != "replicate" or self.dtypes.compute not in (None, parameter.dtype)
         )

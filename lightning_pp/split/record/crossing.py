@@ -156,7 +156,7 @@ class _LeastCrossing:
         return least_cut(inputs, costs, sources, needed_of_others) if sources else set()
 
     def _cost_for(self, stage: int, value: Value) -> int | None:
-        """What it costs that ``stage`` receives the value; None where it cannot."""
+        """The cost if ``stage`` receives the value; None if it cannot."""
         if value.made_by_unit:
             return _cost(self._record, value)
         operation, source = self._record.operations[value.leaf], self._stage_of(value)

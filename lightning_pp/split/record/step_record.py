@@ -304,11 +304,11 @@ class UnitCall:
         return self.leaves[leaf] if leaf >= 0 else self.left[-1 - leaf]
 
     def numbered_leaves(self) -> list[tuple[int, OutputLeaf]]:
-        """All that the call hands on, with the numbers of :attr:`Value.leaf`."""
+        """All outputs and side effects of the call, with the numbers of :attr:`Value.leaf`."""
         return [*enumerate(self.leaves), *((-1 - number, leaf) for number, leaf in enumerate(self.left))]
 
     def output_of(self, tensors: Mapping[Value, Any], *, with_made_up: bool = False) -> Any:
-        """What stands in for what the call returned: ``tensors`` where they are known, else fakes.
+        """The call's outputs: ``tensors`` where they are known, else fakes.
 
         Args:
             tensors: What is known.

@@ -36,7 +36,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 def preserved_state(module: nn.Module) -> AbstractContextManager[Changes]:
-    """Within, the attributes and buffers of every submodule may change; afterwards all are as before.
+    """In the block, the attributes and buffers of every submodule may change; afterwards all are as before.
 
     So are the attributes of the users' classes, and the containers and objects that any of these hold, to any depth.
 

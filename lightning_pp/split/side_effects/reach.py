@@ -115,7 +115,7 @@ def reached_from(value: Any, name: str) -> list[Reached]:
 
 @contextmanager
 def restored(reached: Sequence[Reached]) -> Iterator[None]:
-    """Within, ``reached`` may change; afterwards each holds what it held when it was made."""
+    """In the block, ``reached`` may change; afterwards each holds what it held when it was made."""
     try:
         yield
     finally:

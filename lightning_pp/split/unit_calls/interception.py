@@ -87,7 +87,7 @@ class UnitCalls:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Within, unit calls pass through here, and :meth:`handled_by` costs next to nothing.
+        """In the block, unit calls pass through here, and :meth:`handled_by` costs next to nothing.
 
         While no handler is in charge they go on as they are.
         """
@@ -270,7 +270,7 @@ class _InCharge:
 
 
 def with_passed_on(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What stands in for a unit's output, with what it would have passed on taken from its arguments."""
+    """The replacement of a unit's output, with values that it passes on taken from its arguments."""
     if not any(isinstance(leaf, PassedOn) for leaf in leaves_of(output)):
         return output
     given = leaves_of((args, kwargs))
@@ -303,7 +303,7 @@ def _is_missing(tensor: Tensor) -> bool:
 
 @contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Within, torch's transformer layers do not switch to fused kernels in evaluation, which know no fakes."""
+    """In the block, torch's transformer layers do not switch to fused kernels in evaluation, which know no fakes."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

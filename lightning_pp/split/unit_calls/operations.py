@@ -112,7 +112,7 @@ class OperationCalls(OutsideUnits):
 
 
 def lost_operation(place: OperationPlace, line: str) -> str:
-    """What is wrong where a step has not run an operation as the recorded step did."""
+    """The error if a step has not run an operation as the recorded step did."""
     return (
         f"In the recorded step {line} computed a tensor that crosses between stages ({place.name}), but this step did "
         f"not run that line in the same way (seen at {user_line()}). Every stage must run the same code between units. "

@@ -14,7 +14,7 @@ from lightning_pp.runtime.compilation import NOTHING_TO_COMPILE, CompiledUnits, 
 
 
 def tell_of_compiled(groups: ControlGroups, units: CompiledUnits, *, splits_backward: bool) -> None:
-    """Tells which units run uncompiled, and which weights get their gradient in I though the backward is split.
+    """Logs the units that run uncompiled, and the weights with gradients in I although the backward is split.
 
     Args:
         groups: Joins the ranks of the pipeline, all of which have to call it: one small gather.

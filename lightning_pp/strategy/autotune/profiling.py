@@ -205,7 +205,7 @@ class TunedPrograms:
             rank_zero_info(report)
 
     def _search(self, measured: Measured) -> tuple[Schedule | None, str]:
-        """The schedule to go on with, None to leave it, and why."""
+        """The new schedule, or None to keep the old one, and why."""
         placement, number = self._split.placement, measured.num_microbatches
         limit = self._options.memory_limit(measured.costs, placement, self._room_gib)
         before = self._cache.training(number)

@@ -27,7 +27,7 @@ def save_costs(
     num_replicas: int,
     num_batches: int,
 ) -> None:
-    """Writes the costs to ``path``, with what they were measured on; a failure is told and does no harm."""
+    """Writes the costs to ``path``, with the units that they were measured on; a failure is only a warning."""
     placement, partition = split.placement, split.partition
     is_cuda = device.type == "cuda"
     try:

@@ -99,7 +99,7 @@ class StepCounting:
         self._traces: WeakKeyDictionary[StepRecord, _Traced] = WeakKeyDictionary()
 
     def count(self, steps: BatchSteps, index: int, facts: Facts, scale: Scale) -> Counts:
-        """What a microbatch counts.
+        """The counts of a microbatch.
 
         Args:
             steps: The steps of the batch.
@@ -141,7 +141,7 @@ class StepCounting:
     def _rehearsed(
         self, steps: BatchSteps, index: int, facts: Facts, scale: Scale, counted: _Until, read_for_none: int = 0
     ) -> Counts:
-        """Rehearses the step until it has reached all that is counted."""
+        """Rehearses the step until all counts are reached."""
         record, device = steps.plans[index].record, self._fakes.device
         scaled = ScaledStep(facts, scale, has_data, counted, read_for_none=read_for_none)
         with ExitStack() as stack:
@@ -239,7 +239,7 @@ class _Traced:
         return self._num_uses_left >= 0
 
     def compare(self, by_trace: Counts, rehearsed: Counts, facts: Facts) -> None:
-        """Takes note of what a rehearsal counts; raises :class:`SplitError` if a trace that has served was wrong."""
+        """Notes the counts of a rehearsal; raises :class:`SplitError` if a trace that was used was wrong."""
         if are_equal(by_trace, rehearsed):
             self._num_uses_left, self._has_served = _USES_BETWEEN_CHECKS, True
             return

@@ -226,7 +226,7 @@ def _numbers(leaf: Any, other: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def text_about_attributes(differences: Sequence[Difference], line: str) -> str:
-    """What to tell the user of attributes that neither loss nor logs nor outputs of the step depend on.
+    """The warning about attributes on which neither loss nor logs nor outputs of the step depend.
 
     Args:
         differences: Of the attributes.
@@ -242,7 +242,7 @@ def text_about_attributes(differences: Sequence[Difference], line: str) -> str:
 
 
 def text_about(difference: Difference, found: Found, sizes: Sequence[int], line: str) -> str:
-    """What to tell the user of a difference.
+    """The error text about a difference.
 
     Args:
         difference: What differs.
@@ -328,7 +328,7 @@ def tell_unchecked(step: str) -> None:
 
 @contextmanager
 def batch_norm_frozen(module: nn.Module) -> Iterator[None]:
-    """Within, BatchNorm uses its running statistics, so that it does not count as a difference."""
+    """In the block, BatchNorm uses its running statistics, so that it does not count as a difference."""
     with ExitStack() as stack:
         for child in module.modules():
             if isinstance(child, _BATCH_NORMS) and child.training:

@@ -47,7 +47,7 @@ Observe = Callable[[Sequence[Microbatch], Around], Outcome]
 
 
 def observed(run: BatchRun, outputs: Sequence[Any] | None, buffers: Mapping[str, Tensor]) -> Observed:
-    """What a run made of its microbatches (None on other stages than the last), and the ``buffers`` that it wrote into.
+    """Results of a run's microbatches (None on other stages than the last), and the ``buffers`` that it wrote into.
 
     Raises:
         NoLossError: A training step returned None for all of them.
@@ -101,7 +101,7 @@ class PartCheck:
         return [(start / total, part.num_samples / total) for start, part in zip(starts, parts, strict=True)]
 
     def run(self, observe: Observe) -> None:
-        """Compares the two; how that ends on the last stage is known to every rank before one of them goes on.
+        """Compares the two; every rank learns the last stage's outcome before any continues.
 
         Args:
             observe: Runs the step.
@@ -218,7 +218,7 @@ class PartCheck:
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
-        """Within, an error of the user's step has a note that it was run for the check; its type and text stay."""
+        """In the block, errors of the user's step get a note that it ran for the check; type and text stay."""
         try:
             yield
         except (SplitError, BatchError):

@@ -78,7 +78,7 @@ class BatchRun:
         return [sum(each)] if self.whole is not None else each
 
     def merged(self, outputs: Sequence[Any]) -> Merged:
-        """What the step returned for the whole batch, and what it changed on the module."""
+        """The output of the step for the whole batch, and its changes to the module."""
         shares = self.num_samples_each, self.weights
         merged = merge_outputs(outputs[: len(self.weights)], *shares, self.scopes.attributes.learned, self.call.step)
         return merged, self.scopes.attributes.merged(*shares)

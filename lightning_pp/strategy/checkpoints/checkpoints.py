@@ -278,7 +278,7 @@ class Checkpoints:
                 action()
 
     def _follow(self, callback: ModelCheckpoint, trainer: pl.Trainer) -> None:
-        """Has links made when what they point to is in its place, and names not taken that are promised to a save."""
+        """Makes links only when their target is complete, and reserves names for saves."""
 
         def link(_: pl.Trainer, filepath: str, linkpath: str) -> None:
             if _key(filepath) != _key(linkpath):
@@ -324,7 +324,7 @@ class Checkpoints:
         return dict(self._opened.content)
 
     def load(self, content: Mapping[str, Any], *, strict: bool) -> None:
-        """Loads what was opened, as hooks have left it, into model, optimizers and generators.
+        """Loads the opened checkpoint, as edited by hooks, into model, optimizers and generators.
 
         Raises:
             CheckpointError: On all ranks: it does not fit.
@@ -364,7 +364,7 @@ class Checkpoints:
         return part
 
     def close(self) -> None:
-        """At the end of a run: waits for a save in the background, and lets go of what was opened.
+        """At the end of a run: waits for a save in the background, and closes the opened checkpoint.
 
         Raises:
             CheckpointError: On all ranks: the save failed.

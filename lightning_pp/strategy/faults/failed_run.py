@@ -69,7 +69,7 @@ class FailedRuns:
         atexit.register(self.end)
 
     def note(self, error: BaseException, place: str) -> None:
-        """Tells the others of ``error``, which ends the run on this rank; or has it say which rank's failure it is.
+        """Reports ``error``, which ends the run on this rank, to the others, or adds to it which rank failed.
 
         An error that says no more than that another rank has gone gets a new message.
 
@@ -108,7 +108,7 @@ class FailedRuns:
         self.end(failed=True)
 
     def end_all(self, what: str, place: str, code: int) -> None:
-        """Ends this process, and those of all other ranks as soon as they hear of it, with the exit code ``code``."""
+        """Ends this process, and those of all other ranks once they learn of it, with the exit code ``code``."""
         failure = RankFailure(self._rank, _on_host(place), what, is_gone=True, code=code)
         watchdog = self._watchdog
         if watchdog is not None:

@@ -75,7 +75,7 @@ class CommonEnd:
         return self._end[1], self._end[2]
 
     def start_over(self) -> None:
-        """After an end at which all ranks go on nevertheless."""
+        """After an end after which all ranks continue."""
         self._num_ends += 1
         self._end = self.requested = None
 

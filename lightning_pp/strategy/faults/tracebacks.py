@@ -61,7 +61,7 @@ def tell_shortly(error: BaseException, sentence: str, *, with_frames: bool = Fal
 
 
 def main_thread_stack() -> Stack:
-    """What the main thread runs: the user's last four lines, and the innermost one, whose ever it is."""
+    """The main thread's stack: the user's last four lines, and the innermost line of any code."""
     frames: list[FrameType] = []
     # A finalizer would let the main thread leave frames whose objects are being made. Python 3.11 then writes into
     # memory that is used again. CPython switches collection off in sys._current_frames likewise (gh-106883).

@@ -128,7 +128,7 @@ class ShortestLoader:
 
 
 def _numbers(trainer: pl.Trainer) -> tuple[str, list[float]]:
-    """What is run over, and the batches of each of its loaders."""
+    """The kind of data of the run, and the number of batches of each loader."""
     stage = trainer.state.stage
     if stage == RunningStage.TRAINING:
         return "training", [trainer.num_training_batches]

@@ -122,7 +122,7 @@ class GradientNorms:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Within, the two functions are these, where Lightning and torch have them and in the user's modules."""
+        """In the block, the two functions are these, where Lightning and torch have them and in the user's modules."""
         originals = grads.grad_norm, torch.nn.utils.clip_grad_norm_
 
         grad_norm, clip_grad_norm_ = originals

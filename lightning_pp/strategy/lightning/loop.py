@@ -75,7 +75,7 @@ class PipelineOptimization(AutomaticOptimization):
 
     @classmethod
     def install(cls, trainer: pl.Trainer) -> None:
-        """Puts this loop in the place of Lightning's, with the progress made so far."""
+        """Replaces Lightning's loop by this one, with the progress made so far."""
         epoch_loop = trainer.fit_loop.epoch_loop
         if not isinstance(epoch_loop.automatic_optimization, cls):
             loop = cls(trainer)

@@ -122,7 +122,7 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the job: ``trainer.world_size``, whoever asks."""
+        """Processes of the job, always ``trainer.world_size``."""
         return self.world_size
 
     @property
@@ -156,7 +156,7 @@ class MeshStrategy(ParallelStrategy):
         return self.launcher.weights_only if isinstance(self.launcher, RunLauncher) else None
 
     def set_world_ranks(self) -> None:
-        """Tells the cluster environment and Lightning's rank-zero helpers this process's rank."""
+        """Sets this process's rank in the cluster environment and in Lightning's rank-zero helpers."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -470,5 +470,5 @@ class MeshStrategy(ParallelStrategy):
 
 
 def _is_world(group: Any) -> bool:
-    """Whether nobody has chosen a group: ``LightningModule.all_gather`` passes that of all ranks."""
+    """Whether no group was chosen: ``LightningModule.all_gather`` then passes that of all ranks."""
     return group is None or (dist.is_initialized() and group is dist.group.WORLD)

@@ -40,7 +40,7 @@ def in_place_of(original: Any, function: Callable[..., Any]) -> Callable[..., An
 
 @contextmanager
 def replaced(target: object, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Within, ``target`` has the given methods.
+    """In the block, ``target`` has the given methods.
 
     They lie in the instance's ``__dict__``, put there past any ``__setattr__`` (of modules and metrics), and the class
     and other instances are not affected.

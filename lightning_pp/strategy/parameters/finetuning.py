@@ -59,7 +59,7 @@ def resume_callbacks(trainer: pl.Trainer, states: dict[str, Any]) -> None:
 
 @contextmanager
 def _filtered_by_identity() -> Iterator[None]:
-    """Within, parameters are compared with those of the optimizer by identity, not by value."""
+    """In the block, parameters are compared with those of the optimizer by identity, not by value."""
 
     def not_in(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

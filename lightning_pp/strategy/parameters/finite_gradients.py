@@ -78,7 +78,7 @@ class FiniteGradients:
             self._own = self._last_own_finding()
 
     def bad_weight(self) -> str | None:
-        """A trained parameter of this rank that is not finite, in words; None for none, and where nobody is to look."""
+        """A trained parameter of this rank that is not finite, in words; None for none, and if the check is off."""
         trained = [item for item in self._split.module.named_parameters() if item[1].requires_grad]
         if self.mode == "ignore" or are_finite(parameter for _, parameter in trained):
             return None

@@ -126,7 +126,7 @@ class StageGradients:
         return SharedParameters(shared, holders)
 
     def dry(self) -> AbstractContextManager[None]:
-        """Within, unit calls gather nothing, since fakes stand in for their parameters."""
+        """In the block, unit calls gather nothing, since fakes stand in for their parameters."""
         return nullcontext() if self._units is None else self._units.paused()
 
     @property
@@ -169,7 +169,7 @@ class StageGradients:
                 self._shared.sum_gradients()
 
     def finish_evaluation(self) -> None:
-        """After the forward of an evaluation batch: frees what was gathered."""
+        """After the forward of an evaluation batch: frees gathered parameters."""
         if self._units is not None:
             self._units.reshard_all()
 

@@ -116,7 +116,7 @@ class KeptOptimizers:
             self._labels[optimizer] = [list(group.get("param_names", ())) for group in optimizer.param_groups]
 
     def make_whole(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-        """Gives each the parameters of the whole module, without state: the trainer that has it next starts anew."""
+        """Gives each optimizer the parameters of the whole module, without state, for the next trainer."""
         current = dict(module.named_parameters())
         for optimizer in optimizers:
             optimizer.state.clear()

@@ -70,7 +70,7 @@ def refuse_distributed(module: nn.Module) -> None:
 
 
 def check_and_tell(split: SplitModel, groups: ControlGroups) -> None:
-    """Has the first calls of units compared with whole units, and tells what is not cut; every rank calls it."""
+    """Compares the first calls of units with whole units, and logs parameters that are not cut; every rank calls it."""
     if split.tensor is not None:
         split.tensor.check_next_calls()
         counted = groups.gather_in_pipeline(split.tensor.counted())

@@ -112,7 +112,7 @@ class StepAttributes:
         }
 
     def values_by_name(self, changes: Changes) -> dict[str, Any]:
-        """What was appended or set, by the name of the attribute or of what it holds."""
+        """The appended or set values, by the name of the attribute or of the entry in it."""
         return {
             self._name(place): change.value if isinstance(change, (Move, Rows)) else change
             for place, change in changes.items()

@@ -84,7 +84,7 @@ class BatchValues:
 
 @contextmanager
 def _reduced(metric: Metric, states: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Within, ``metric`` has ``states`` in one."""
+    """In the block, ``metric`` has ``states`` in one."""
     reductions = reductions_of(metric)
     own = {name: getattr(metric, name) for name in reductions}
     try:

@@ -97,7 +97,7 @@ class BatchReport:
         self._message: Future[_Content] | None = None if self.line.groups.is_source else self.line.listen()
 
     def send(self, outputs: Sequence[Any]) -> None:
-        """Starts to tell the others, on the last stage after its last forward; waits for nobody, nor for the device.
+        """Starts to send the report, on the last stage after its last forward; does not wait for ranks or the device.
 
         Of several tensor ranks of the last stage the first tells.
 
@@ -140,7 +140,7 @@ class BatchReport:
         self._message = self.line.send(produce)
 
     def receive_and_apply(self, module: pl.LightningModule, batch_idx: int) -> Merged:
-        """At the end of this rank's step: waits for the report, and hands Lightning what was logged.
+        """At the end of this rank's step: waits for the report, and passes its logs to Lightning.
 
         Args:
             module: The user's module.

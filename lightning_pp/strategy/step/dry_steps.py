@@ -34,7 +34,7 @@ from lightning_pp.strategy.step.refusals import check_loss
 def logging_to(
     module: pl.LightningModule, sink: Callable[[Any], None], note: Callable[[str], None] = lambda _: None
 ) -> AbstractContextManager[None]:
-    """Within, ``module.log`` only tells ``sink`` what it is given; no loop needs to be running.
+    """In the block, ``module.log`` only passes its arguments to ``sink``; no loop needs to run.
 
     Numbers become tensors as in Lightning's own, so that it can be seen how they grow with the batch.
 
@@ -86,7 +86,7 @@ class _MutedLogger(DummyLogger):
 
 @contextmanager
 def loggers_muted(trainer: pl.Trainer | None, on_use: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Within, what a step hands to a logger itself, not by ``self.log``, goes nowhere: it may be made up.
+    """In the block, values that a step passes to a logger itself, not by ``self.log``, are dropped: they may be fake.
 
     Args:
         trainer: The trainer; None for none.
@@ -104,7 +104,7 @@ def loggers_muted(trainer: pl.Trainer | None, on_use: Callable[[], None] = lambd
 
 
 def collectives_refused(module: pl.LightningModule, step: str) -> AbstractContextManager[None]:
-    """Within, the step may call none of the strategy's collectives that has others to wait for."""
+    """In the block, the step may not call collectives of the strategy that wait for other ranks."""
     trainer = trainer_of(module)
     strategy = None if trainer is None else trainer.strategy
     return strategy.within_step(step) if isinstance(strategy, MeshStrategy) else nullcontext()
@@ -249,7 +249,7 @@ def _refuse_shared_writes(step: str, before: Mapping[str, Any], batch: Any) -> N
 
 
 def _tell_what_hooks_see(module: pl.LightningModule, step: str, places: Sequence[str], *, edits_contents: bool) -> None:
-    """Warns of hooks that are given a batch after a step that writes into it: what it writes stays in the step."""
+    """Warns of hooks that get a batch after a step that writes into it: they do not see what it wrote."""
     hook = f"on_{step.replace('training', 'train').removesuffix('_step')}_batch_end"
     trainer = trainer_of(module)
     owners: list[Any] = [module, *(trainer.callbacks if trainer is not None else [])]  # type: ignore[attr-defined]

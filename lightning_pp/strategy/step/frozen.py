@@ -41,7 +41,7 @@ class FrozenParameters:
         return self._told, frozenset(self._own.keys() - self._told)
 
     def apply(self, states: Iterable[Frozen]) -> None:
-        """Has what stands for others' parameters be frozen, or not, as they have told."""
+        """Freezes or unfreezes the fakes of other stages' parameters, as these stages have reported."""
         for frozen, trained in states:
             for name in frozen & self._others.keys():
                 self._others[name].requires_grad_(False)

@@ -40,7 +40,7 @@ _SEES = (
 
 @contextmanager
 def gradients_watched(module: pl.LightningModule, split: SplitModel, rank: int) -> Iterator[None]:
-    """Within, hooks of the module and of the user's callbacks may not compute over gradients of several units.
+    """In the block, hooks of the module and of the user's callbacks may not compute over gradients of several units.
 
     What Python makes of numbers (``.item()``) is not seen: to write into gradients after reading numbers of several
     units is an error, to read them a warning.

@@ -36,7 +36,7 @@ class _HeldStream:
 
 @contextmanager
 def output_held() -> Iterator[None]:
-    """Within, nothing is seen of what this thread prints to ``sys.stdout`` and ``sys.stderr`` and logs by ``logging``.
+    """In the block, output of this thread to ``sys.stdout``, ``sys.stderr`` and ``logging`` is held back.
 
     It is dropped at the end, since a step that is run for real prints it; an exception that leaves the block lets it
     out. Warnings, other threads and code under a debugger are not held.

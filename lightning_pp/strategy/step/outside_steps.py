@@ -35,7 +35,7 @@ class OutsideSteps:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within, but for :meth:`in_step`, using a value that this rank does not have raises.
+        """In the block, except in :meth:`in_step`, using a value that this rank does not have raises.
 
         Raises:
             LostEditError: It is written into a tensor with data, also as a gradient.
@@ -52,7 +52,7 @@ class OutsideSteps:
             yield
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Within, a step runs."""
+        """In the block, a step runs."""
         return self._mode.refusing_edits(False)
 
 

@@ -80,7 +80,7 @@ def trainer_watched(
     on_read: Callable[[], None] = lambda: None,
     on_metrics: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Within, ``on_read`` is called when the module, or one in it, asks its trainer for what changes in a run.
+    """In the block, ``on_read`` is called when the module, or a submodule, reads changing values of its trainer.
 
     ``on_metrics`` is called when it asks for what has been logged. What they set on the trainer is forgotten at the
     end.

@@ -120,7 +120,7 @@ def refuse_carried_state(module: pl.LightningModule, step: str, record: StepReco
 
 
 def refuse_unrecorded(step: str, failure: Failure | None, options: PipelineOptions) -> None:
-    """Tells that ``step`` could not be run before training; raises where the cut cannot do without it.
+    """Warns that ``step`` could not be run before training; raises if the cut needs it.
 
     Args:
         step: The step's name.

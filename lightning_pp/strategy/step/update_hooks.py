@@ -103,7 +103,7 @@ class UpdateHooks:
             return updates_by(call, self._module, self._fake_parameters)
 
     def attached(self, groups: ControlGroups) -> AbstractContextManager[Any]:
-        """Within, these hooks see every parameter, in the order of one device; those of other stages are fakes.
+        """In the block, these hooks see every parameter, in the order of one device; those of other stages are fakes.
 
         What a hook logs when it is called for the first time in a training is compared over the stages, by one gather
         for each hook of a batch.
