@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 Work = Callable[[Callable[[str], None]], Any]
-"""What a rank does; it is given a function that tells what is done now, so that a hang can be placed."""
+"""The work of a rank; it gets a function to call with the name of each part, so that a hang can be located."""
 
 _STACKS_S = 3.0
 _MOST_OUTPUT = 6000

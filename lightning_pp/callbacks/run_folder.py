@@ -68,4 +68,4 @@ def is_chosen(callback: str, ranks: str | Sequence[int], rank: int) -> bool:
 
 def tell_unwritten(what: str, error: Exception) -> None:
     """Warns, on whichever rank, of a file that could not be written."""
-    warnings.warn(f"{what} could not be written: {type(error).__name__}: {error}. Training goes on.", stacklevel=2)
+    warnings.warn(f"{what} could not be written: {type(error).__name__}: {error}. Training continues.", stacklevel=2)

@@ -125,9 +125,9 @@ def _decide(arguments: Sequence[str], named: str | None, attempt: int, earlier: 
     """The command line of this attempt; ``earlier`` is the folder of the run that earlier ones have made, if known."""
     if "--multirun" in arguments or "-m" in arguments:
         if attempt > 0:
-            _say(f"attempt {attempt + 1} starts the sweep again. Runs of a sweep go on one by one, by resume=")
+            _say(f"attempt {attempt + 1} starts the sweep again. Resume the runs of a sweep one by one, with resume=")
             return list(arguments)
-        raise UserError("resume= goes on with one run, not with a sweep. Leave --multirun out")
+        raise UserError("resume= continues one run, not a sweep. Leave --multirun out")
     if named == _AUTO:
         named = _folder_if_saved(arguments)
         arguments = [each for each in arguments if _key(each) != "resume"]
@@ -163,7 +163,7 @@ def _going_on(run: EarlierRun, arguments: Sequence[str], attempt: int) -> list[s
             for reason in position.passed_over:
                 _say(f"skipped a checkpoint: {reason}")
             which = f"attempt {attempt + 1}" if attempt else "the run"
-            _say(f"{which} goes on in {run.folder} from {position.path} (step {position.step})")
+            _say(f"{which} continues in {run.folder} from {position.path} (step {position.step})")
     if run.config_folder is not None and not any(each in ("--config-dir", "-cd") for each in options):
         options += ["--config-dir", run.config_folder]
     return [*options, *composed, f"resume={folder}", f"hydra.run.dir={folder}"]
@@ -174,8 +174,8 @@ def _folder_if_saved(arguments: Sequence[str]) -> str | None:
     folder = _value_of("hydra.run.dir", arguments)
     if folder is None:
         raise UserError(
-            "resume=auto goes on with the run in the folder of hydra.run.dir, if it has saved a checkpoint. Give a "
-            "folder that all processes see: hydra.run.dir=/data/run"
+            "resume=auto continues the run in the folder of hydra.run.dir, if it has saved a checkpoint. Give a folder "
+            "that all processes see: hydra.run.dir=/data/run"
         )
     started = Path(folder, ".hydra", "hydra.yaml").is_file()
     return folder if started and EarlierRun.at(folder).has_saved() else None

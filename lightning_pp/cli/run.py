@@ -94,7 +94,7 @@ class Run:
             return False
         if config.mode is not Mode.fit:
             raise UserError(
-                f"resume= goes on with a training, but mode={config.mode.value} is not one. Name a checkpoint instead: "
+                f"resume= continues a training, but mode={config.mode.value} is not one. Name a checkpoint instead: "
                 "ckpt_path=PATH."
             )
         position = _position_of(config)

@@ -24,9 +24,9 @@ from lightning_pp.errors import BatchError
 from lightning_pp.split.data.tree import entries_of
 
 WHOLE_BATCH_BYTES = 4 << 20
-"""A batch of up to so many bytes is read whole every time."""
+"""A batch of up to this many bytes is always read whole."""
 MOST_PARTS = 16
-"""In how many batches every byte of a larger one has been read."""
+"""The number of batches in which every byte of a larger one has been read."""
 
 _BLOCK_BYTES = 8 << 20
 _SMALL_BYTES = 16 << 10

@@ -14,9 +14,9 @@ from lightning_pp.split.record.step_record import StepRecord
 
 BYTES_PER_GIB = float(1 << 30)
 HOST_GIB_PER_S = 40.0
-"""Of copies between a device and its host, in one direction while others are made in the other one.
+"""Speed of copies between a device and its host, in one direction while others run in the other one.
 
-An H200 over PCIe 5 was measured at 46 GiB/s so, from and to pinned memory, and at 51 in one direction alone.
+An H200 over PCIe 5 reached 46 GiB/s so, from and to pinned memory, and 51 in one direction alone.
 """
 
 

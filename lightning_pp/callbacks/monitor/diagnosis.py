@@ -47,7 +47,7 @@ class FitDiagnosis:
         try:
             return self._window.diagnose(self._num_workers())
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            rank_zero_warn(f"The diagnosis failed with {type(error).__name__}: {error}. Training goes on.")
+            rank_zero_warn(f"The diagnosis failed with {type(error).__name__}: {error}. Training continues.")
             return None
 
     def _num_workers(self) -> int | None:

@@ -48,7 +48,7 @@ def _attempt(where: str, write: Callable[[], None]) -> None:
         write()
     except Exception as error:
         rank_zero_warn(
-            f"A timeline could not be written to {where}: {type(error).__name__}: {error}. Training goes on."
+            f"A timeline could not be written to {where}: {type(error).__name__}: {error}. Training continues."
         )
 
 

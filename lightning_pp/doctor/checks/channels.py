@@ -78,7 +78,7 @@ def judge(values: Sequence[dict[str, Any]]) -> list[Finding]:
     slow = [link for link in links if link["gb_per_s"] < _SLOW * median(speeds)]
     if slow and len(links) > 1:
         text = ", ".join(f"{link['pair'][0]} and {link['pair'][1]} ({link['gb_per_s']:.1f} GB/s)" for link in slow)
-        advice = "Keep neighbours of a pipeline on one host or one switch; nvidia-smi topo -m tells what joins them."
+        advice = "Keep neighbours of a pipeline on one host or one switch; nvidia-smi topo -m shows their connections."
         findings.append(Finding(Status.WARNING, f"Slower than the others: ranks {text}.", advice))
     if opened_s > _LONG_OPENING_S:
         advice = "Look at the name service of the hosts, and at NCCL_SOCKET_IFNAME and NCCL_DEBUG=INFO."
@@ -130,6 +130,6 @@ CHECKS = [
         look,
         judge,
         limit_s=60.0,
-        advice="Look at firewalls, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO tells how ranks are joined.",
+        advice="Look at firewalls, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO shows how ranks connect.",
     )
 ]

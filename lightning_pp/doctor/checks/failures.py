@@ -69,7 +69,7 @@ def judge_ends(outcomes: Sequence[Outcome]) -> list[Finding]:
     unaware = [outcome for outcome in others if outcome.has_returned]
     silent = [outcome for outcome in others if f"because rank {number} " not in f"{outcome.error}{outcome.output}"]
     if victim.noted != _FAILING:
-        found = f"The training did not come to batch {_AT_BATCH}: {victim}."
+        found = f"The training did not reach batch {_AT_BATCH}: {victim}."
     elif victim.has_returned:
         found = f"Rank {number} should have failed but did not."
     elif late:

@@ -22,7 +22,7 @@ from lightning_pp.doctor.findings import Check, Finding, Rank, Status
 
 _NUM_STEPS = 3
 _MOST_DIFFERENCE = {"32-true": 1e-3, "bf16-mixed": 5e-2}
-"""Of what a parameter has moved by; sums in another order, and with TF32 products, stay below."""
+"""As a share of a parameter's change; sums in another order, and with TF32 products, stay below it."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ _WORTH_A_SPLIT_HEAD = 0.97
 _WORTH_A_REFINEMENT = 0.98
 
 Record = Callable[[Collection[str], int], RecordedModel | None]
-"""Records the step with the named units refined and so many parts of a head; None where that cannot be done."""
+"""Records the step with the named units refined and this number of parts of a head; None if it cannot."""
 Decided = Callable[[Callable[[], Any]], Any]
 Request = Callable[[RecordedModel], LayoutRequest]
 

@@ -21,7 +21,7 @@ from lightning_pp.split.reductions.recording import tensors_given
 from lightning_pp.split.reductions.scaling import degree_of, set_degree
 
 Call = tuple[str, str, list[Tensor], list[Tensor]]
-"""Of a function: name, the user's line, tensors given and given back."""
+"""Of a function: name, the user's line, tensors in its arguments, tensors that it returns."""
 _OF_WHOLE = "_pp_auxiliary_loss_of_whole"
 _BETWEEN_UNITS = "_pp_made_between_units"
 

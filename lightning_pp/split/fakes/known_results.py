@@ -66,7 +66,7 @@ class _Layout:
 
 
 _FIRST_ARGUMENT = object()
-"""In the place of layouts: the operation edits its first argument in place, and gives that."""
+"""Used in place of layouts if the operation edits its first argument in place and returns it."""
 # a layout, a list or tuple of them, or _FIRST_ARGUMENT; None: a result that cannot be made anew
 _RESULTS: dict[Hashable, Any] = {}  # of all modes: each recording of a model has its own
 

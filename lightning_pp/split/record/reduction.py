@@ -35,7 +35,7 @@ class Kind(enum.Enum):
     LINEAR = enum.auto()
     """Keeps the degree."""
     READING = enum.auto()
-    """Gives no tensor, or does not look at values."""
+    """Returns no tensor, or does not read values."""
 
 
 class Site(NamedTuple):

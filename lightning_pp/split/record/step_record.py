@@ -19,7 +19,7 @@ from lightning_pp.split.record.unknown_numbers import UnknownNumber
 from lightning_pp.split.record.work import OperationWork
 
 OF_OPERATION = -1
-"""In the place of :attr:`Value.call`: the value is what an operation between units gave."""
+"""As :attr:`Value.call`: the value is the result of an operation between units."""
 
 LEAST_BYTES_IN_PARTS = 1 << 16  # of a message; to join the parts of a smaller one takes longer than to send it whole
 

@@ -33,8 +33,8 @@ from lightning_pp.split.unit_calls.checkpointed_regions import RAN, Checkpointed
 from lightning_pp.split.unit_calls.compilation import compiled_again, uncompiled_outside_units
 
 CallHandler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Decides what a unit call does. It is given the unit's name, what runs the unit as if nobody had looked, and what the
-unit is called with."""
+"""Decides what a unit call does. It gets the unit's name, a function that runs the unit unwatched, and the
+arguments of the unit."""
 
 _num_running = 0
 _num_handled = 0

@@ -26,8 +26,8 @@ _VALUE = "_pp_value"
 _PASS_ON = frozenset({"contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda"})
 
 OnOperation = Callable[[int, OperationPlace, list[Tensor], Tensor], Tensor]
-"""Is told the number of an operation, its place, the tensors that it was given and what it gave; returns what it shall
-give."""
+"""Gets the number of an operation, its place, the tensors in its arguments and its result; returns the result to
+use."""
 NoteFunction = Callable[[str, Tensor | None], None]
 """As :meth:`lightning_pp.split.unit_calls.checkpointed_regions.CheckpointedRegions.note_function`."""
 

@@ -237,7 +237,7 @@ def text_about_attributes(differences: Sequence[Difference], line: str) -> str:
     return (
         f"{first.what} ({line}) has another value after microbatches than after the whole batch: {first.parts:.6g} "
         f"after the samples in two parts, {first.whole:.6g} after the same samples in one piece. The step's loss, logs "
-        f"and outputs do not depend on it, so training goes on. Other code that reads it gets the first value.{more}"
+        f"and outputs do not depend on it, so training continues. Other code that reads it gets the first value.{more}"
     )
 
 

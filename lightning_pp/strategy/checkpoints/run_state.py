@@ -83,8 +83,8 @@ def restore_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine, dat
         if num_batches and earlier != now:
             _log.warning(
                 f"The checkpoint was saved after {num_batches} batches with {earlier} replicas, but this run has "
-                f"{now}, which share out the data differently. Each goes on after {num_batches} batches of its own. In "
-                "this epoch some samples may come twice and others not at all."
+                f"{now}, which share out the data differently. Each continues after {num_batches} batches of its own. "
+                "In this epoch some samples may come twice and others not at all."
             )
     loaders = own.get("loaders")
     if loaders is None:

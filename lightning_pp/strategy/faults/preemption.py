@@ -172,7 +172,7 @@ class Preemption:
             started = time.monotonic()
             path = self._save()
             seconds = time.monotonic() - started
-            rank_zero_info(f"{text}, and was saved in {seconds:.1f} s. Go on from it with ckpt_path={path!r}.")
+            rank_zero_info(f"{text}, and was saved in {seconds:.1f} s. Continue from it with ckpt_path={path!r}.")
         self._leave(name)
 
     def _save(self) -> str:

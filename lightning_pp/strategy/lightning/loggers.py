@@ -74,7 +74,7 @@ class GuardedLoggers:
             return
         self._failed.append(logger)
         warnings.warn(
-            f"{type(logger).__name__}.{name} raised {type(error).__name__} on rank {rank}: {error}. The run goes on "
+            f"{type(logger).__name__}.{name} raised {type(error).__name__} on rank {rank}: {error}. The run continues "
             "and still calls this logger, but what the logger gets may be lost. Further errors of it are not reported.",
             stacklevel=3,
         )

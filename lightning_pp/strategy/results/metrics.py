@@ -54,7 +54,7 @@ class _Scope(enum.Enum):
     LOCAL = enum.auto()
     """`compute` means the value of this rank's data: in a step, or in a metric's `forward`."""
     SHARED = enum.auto()
-    """In the `compute` of a metric that wraps others: theirs sync over the replicas, and tell nobody."""
+    """In the `compute` of a metric that wraps others: these sync over the replicas, without a report."""
 
 
 class PipelineMetrics:

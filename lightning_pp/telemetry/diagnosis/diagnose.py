@@ -13,10 +13,10 @@ from lightning_pp.telemetry.diagnosis.waits import data_finding, link_finding
 from lightning_pp.telemetry.diagnosis.weights import weight_finding
 
 WORTH_TELLING = 0.03
-"""Of a step; less is within what measurements are known to."""
+"""Share of a step; smaller gains are within the accuracy of measurements."""
 MOST_FINDINGS = 5
 MOST_DIFFERENCE = 0.15
-"""Between the measured step and the one that is made of its measured parts; with more, no finding is told."""
+"""Between the measured step and the sum of its measured parts; above it, no finding is reported."""
 
 # those that name a cause come before those that name a cure
 _LOOK_FOR = (

@@ -39,13 +39,13 @@ from lightning_pp.strategy.plan_only import FirstStep
 
 NUM_BEST = 10
 _WORTH_TELLING = 1.5
-"""Plans with a step that is longer than the best by more than half are none of the best, though there be few."""
+"""Plans with a step longer than this times the best are not listed, even if the list stays short."""
 _FITTED, _FIXED = 1.25, 1.15
-"""What an order fitted to the costs, and one that is not, may gain over its pattern on equal stages, at the most."""
+"""The largest gain over the pattern on equal stages, of an order fitted to the costs and of one that is not."""
 _UNEVEN = 1.15
-"""As much less the fullest rank may hold than with equal stages."""
+"""The fullest rank may hold this factor less than with equal stages."""
 _FEW_ACTIONS = 1000
-"""So few are fitted in no time, and may gain more."""
+"""Programs of fewer actions are fitted at once, and may gain more."""
 _IMPOSSIBLE = (ConfigurationError, SplitError, ScheduleError)
 
 

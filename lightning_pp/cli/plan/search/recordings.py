@@ -56,7 +56,7 @@ class Recordings:
             SplitError: The step cannot be cut.
         """
         if num_stages > (number := self._num_units(num_stages)):
-            raise ConfigurationError(f"{num_stages} stages need as many units, but there are {number}")
+            raise ConfigurationError(f"{num_stages} stages need as many units, but the step has {number}")
         made = self._for_stages[num_stages]
         if self._options.activation_checkpointing is not False:
             return made

@@ -18,11 +18,11 @@ from lightning_pp.schedule.simulation.costs import UNIT_COSTS
 from lightning_pp.schedule.simulation.memory import peaks_of
 
 _MORE_STAGES_PER_RANK = (2, 4)
-"""Tried besides what is usual for a family, if it is twice that and the family allows it."""
+"""Tried besides a family's usual number, if twice as large and allowed by the family."""
 _MOST_MICROBATCHES_PER_RANK = 8
-"""The bubble is small by then; microbatches of one sample, which hold least, are tried in any case."""
+"""The bubble is small then. Microbatches of one sample, which hold least memory, are always tried."""
 MODEL_CHECKPOINTS = "model.activation_checkpointing"
-"""The packaged models' own switch, in whose place a search has the strategy's."""
+"""The packaged models' own switch, which a search replaces by the strategy's."""
 
 
 @dataclass(frozen=True)
