@@ -60,7 +60,7 @@ def require(*paths: str) -> None:
     """
     for path in paths:
         if not _exists(path):
-            _tell(path)
+            _raise_missing(path)
 
 
 def _exists(path: str) -> bool:
@@ -89,7 +89,7 @@ def _sets(kind: type, name: str) -> bool:
     )
 
 
-def _tell(path: str) -> NoReturn:
+def _raise_missing(path: str) -> NoReturn:
     package = path.partition(".")[0]
     raise ImportError(
         f"lightning_pp needs {path}, a private name that {package} {version(package)} does not have. "
@@ -122,4 +122,4 @@ class _Missing(type):
 
     def _raise(cls) -> NoReturn:
         # a class derived from a stand-in has another name than what is missing
-        _tell(next(kind.__name__ for kind in reversed(cls.__mro__) if type(kind) is _Missing))
+        _raise_missing(next(kind.__name__ for kind in reversed(cls.__mro__) if type(kind) is _Missing))

@@ -36,13 +36,13 @@ class LongTask:
         self._tell = tell
         self._intervals = (first_after_s, then_every_s)
         self._is_over = threading.Event()
-        self._has_told = False
+        self._printed = False
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> LongTask:
         self._begun = time.monotonic()
         if self._tell is not None:
-            self._thread = threading.Thread(target=self._tell_again, daemon=True, name="lightning_pp: long task")
+            self._thread = threading.Thread(target=self._print_more, daemon=True, name="lightning_pp: long task")
             self._thread.start()
         return self
 
@@ -52,18 +52,18 @@ class LongTask:
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()
-        if self._has_told and error is None and self._tell is not None:
+        if self._printed and error is None and self._tell is not None:
             self._tell(f"{self._what} took {self._seconds():.0f} s.")
 
     def update(self, what: str) -> None:
         """The task has come to another part, which is told with the next line."""
         self._now = what
 
-    def _tell_again(self) -> None:
+    def _print_more(self) -> None:
         assert self._tell is not None
         wait_s, every_s = self._intervals
         while not self._is_over.wait(wait_s):
-            self._has_told = True
+            self._printed = True
             self._tell(f"{self._now}: {self._seconds():.0f} s so far.")
             wait_s = every_s
 

@@ -97,7 +97,7 @@ class HeldBack(io.TextIOBase):
         """Forgets what was written, and holds nothing more back."""
         self._held, self.is_let_go = io.StringIO(), True
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Writes what is held; a rank other than 0 says that it is one."""
         text, self.is_let_go = self._held.getvalue(), True
         self._stream.write(text if launch.is_rank_zero() or not text else f"[rank {launch.global_rank()}] {text}")
@@ -123,7 +123,7 @@ def held_back() -> Iterator[HeldBack]:
     finally:
         sys.stderr = stderr
         if not held.is_let_go:
-            held.let_go()
+            held.release()
 
 
 def print_problem(error: UserError, command: str = "lightning-pp") -> None:

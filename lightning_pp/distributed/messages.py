@@ -52,7 +52,7 @@ class MessageLine:
         Returns:
             The content, or what ``produce`` raised, once the others have been told of the error as well.
         """
-        return self._start(_tell, produce)
+        return self._start(_produce_and_send, produce)
 
     def listen(self) -> Future[Any]:
         """Receives the message of a batch.
@@ -100,7 +100,7 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None], device: torch.devi
         del job
 
 
-def _tell(message: Future[Any], groups: ControlGroups, tag: int, produce: Callable[[], Any]) -> None:
+def _produce_and_send(message: Future[Any], groups: ControlGroups, tag: int, produce: Callable[[], Any]) -> None:
     try:
         content = produce()
         payload = pickled((False, content), "What the step returned") if groups.batch is not None else b""

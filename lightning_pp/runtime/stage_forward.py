@@ -376,7 +376,7 @@ class StageForward:
         """Raises :class:`SplitError` if the step has not come to what crosses before the call that it comes to now."""
         assert self._operations is not None
         for number, operation in operations.items():
-            if not self._operations.have_come(self._stage.record, [number]):
+            if not self._operations.have_run(self._stage.record, [number]):
                 raise SplitError(lost_operation(operation.place, operation.line))
 
     def receive_the_rest(self) -> None:

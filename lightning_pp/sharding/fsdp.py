@@ -208,7 +208,7 @@ class ShardedUnits:
         if not slots:
             return
         for reduction in self._reductions:
-            reduction.let_go()
+            reduction.release()
         while self._reductions and self._reductions[0].is_done:
             finish_all([self._reductions.pop(0)])
         dtype = self.mp_policy.reduce_dtype or slots[0].registered.dtype

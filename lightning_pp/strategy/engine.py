@@ -21,7 +21,7 @@ from lightning_pp.schedule import Schedule, StageCosts
 from lightning_pp.sharding.units.collective_times import CollectiveTimes
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.run import DryRun
-from lightning_pp.strategy.autotune.compiled_backward import compiled_units, tell_of_compiled
+from lightning_pp.strategy.autotune.compiled_backward import compiled_units, log_uncompiled
 from lightning_pp.strategy.autotune.plan_facts import model_facts, plan_facts
 from lightning_pp.strategy.autotune.profiling import TunedPrograms
 from lightning_pp.strategy.batch.checks import BatchChecks
@@ -288,7 +288,7 @@ class PipelineEngine:
             self.has_failed = False
         if call.training and self._compiled_units is not None and self.num_batches_trained == 1:
             splits_backward = self.last_training_step is not None and self.last_training_step[0].splits_backward
-            tell_of_compiled(self.groups, self._compiled_units, splits_backward=splits_backward)
+            log_uncompiled(self.groups, self._compiled_units, splits_backward=splits_backward)
         self._comparison.compare(call, batch)
         with self._model.cutter.noted(batch, len(microbatches)):
             is_checked = self._checks.check(call, batch, microbatches, self._seed)

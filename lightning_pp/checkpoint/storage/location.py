@@ -42,7 +42,7 @@ def locate(path: str | os.PathLike[str] | UPath) -> Location:
     except ImportError as error:
         raise CheckpointError(f"{text} needs a package that is not installed here. {error}") from error
     except Exception as error:
-        raise CheckpointError(f"{text} cannot be opened ({_told(error)}); give a path or a URL of fsspec") from error
+        raise CheckpointError(f"{text} cannot be opened ({_text_of(error)}); give a path or a URL of fsspec") from error
     if protocol in ("file", "local"):
         return Path(stripped)
     return UPath(text)
@@ -73,7 +73,7 @@ def naming(location: Location, done: str) -> Iterator[None]:
     except Exception as error:
         if not is_remote(location):
             raise
-        raise CheckpointError(f"{location} cannot be {done} ({_told(error)})") from error
+        raise CheckpointError(f"{location} cannot be {done} ({_text_of(error)})") from error
 
 
 def is_folder(location: Location) -> bool:
@@ -193,5 +193,5 @@ def _refuse_crushed_url(path: Path) -> None:
             )
 
 
-def _told(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -67,7 +67,7 @@ def run_task(
 
         @functools.wraps(task)
         def accepted(config: DictConfig) -> Any:
-            held.let_go()
+            held.release()
             return task(config)
 
         try:

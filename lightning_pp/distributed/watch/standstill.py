@@ -116,11 +116,11 @@ class Standstill:
             self._report(RankFailure(None, "", what, is_gone=True))
         self._deadlock_due_at = now + max(1.0, deadlock_s - least)
         if self._has_timed_out.is_set():
-            if (failure := self._one_that_stands()) is not None:
+            if (failure := self._stuck_rank()) is not None:
                 self._report(failure)
             self._has_timed_out.clear()
 
-    def _one_that_stands(self) -> RankFailure | None:
+    def _stuck_rank(self) -> RankFailure | None:
         """The rank that runs the user's code and has not moved for long, else one that does not answer.
 
         Of several ranks that run it none is blamed: some may wait for a device there.

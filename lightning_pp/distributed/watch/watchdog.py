@@ -70,7 +70,7 @@ class Watchdog:
             time.sleep(_POLL_S / 4)
         return self._found
 
-    def one_that_stands(self) -> RankFailure | None:
+    def stuck_rank(self) -> RankFailure | None:
         """The rank that keeps the others waiting, once all have been told of it; or the failure that came first.
 
         That is one that runs the user's code and has not moved for long, else one that does not answer. None if there
@@ -173,7 +173,7 @@ class Watchdog:
             if self._found is None:
                 failure = self._neighbours.failure(self._has_left) or self._failure_of_store()
                 if failure is not None:
-                    self._take_up(failure)
+                    self._apply(failure)
             failure = self._found
             if failure is None:
                 continue
@@ -190,7 +190,7 @@ class Watchdog:
             if waited > _END_S and is_gone and not self._ended.is_set():
                 end_process(failure)
 
-    def _take_up(self, failure: RankFailure) -> None:
+    def _apply(self, failure: RankFailure) -> None:
         """A process is gone or stopped, or the store is."""
         if failure.rank == 0 and self._store_is_of_rank_0:  # its store is no more, or does not answer
             self._found = self._found or failure

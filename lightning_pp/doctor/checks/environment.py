@@ -185,12 +185,12 @@ def _device_properties(rank: Rank) -> dict[str, Any]:
         "capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
-        "driver": _told_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
-        "topology": _told_by("nvidia-smi", "topo", "-m") if rank.rank == 0 else "",
+        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
+        "topology": _output_of("nvidia-smi", "topo", "-m") if rank.rank == 0 else "",
     }
 
 
-def _told_by(*command: str) -> str:
+def _output_of(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -124,7 +124,7 @@ class WeightGradientQueue:
         if on_complete is None and entries:
             _add_all(entries)
         elif on_complete is not None:
-            _add_all_and_tell(entries, modules, on_complete)
+            _add_all_and_report(entries, modules, on_complete)
         for module in modules:
             module.backward_dw()
             if on_complete is not None and isinstance(module, nn.Module):
@@ -258,7 +258,7 @@ def _add_all(entries: list[Entry]) -> None:
             add_gradient(weight, left, right, extra)
 
 
-def _add_all_and_tell(
+def _add_all_and_report(
     entries: list[Entry], modules: Iterable[DelaysWeightGradient], on_complete: Callable[[Parameter], None]
 ) -> None:
     """As :func:`_add_all`, in parts that end where a parameter's last gradient has been added."""

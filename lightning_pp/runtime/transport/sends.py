@@ -102,15 +102,15 @@ class Sends:
         """``receiver`` is known to have the first ``num_sends`` of this step, and all of the steps before."""
         if self._of_last_step:
             for send in self._of_last_step.pop(receiver, ()):
-                self._let_go(send)
+                self._release(send)
         num_done = self._num_done.get(receiver, 0)
         if num_sends > num_done:
             under_way = self._of_step[receiver]
             for _ in range(num_sends - num_done):
-                self._let_go(under_way.popleft())
+                self._release(under_way.popleft())
             self._num_done[receiver] = num_sends
 
-    def _let_go(self, send: Send) -> None:
+    def _release(self, send: Send) -> None:
         """NCCL's works hold their tensors until somebody waits, which the device has done by now."""
         if self._works_tell:
             send.wait()

@@ -108,7 +108,7 @@ class PathComparison:
                 preserving=self._state.preserved(path.note_changes),
                 compared=Compared(path.stand_in, path.watch.note_look, path.operations, with_gradients),
             )
-        matches &= path.operations.have_come(record, path.crossing) and path.can_be_resized(failure)
+        matches &= path.operations.have_run(record, path.crossing) and path.can_be_resized(failure)
         if failure is None:  # else what the end of the step makes of made-up values says nothing
             matches &= places_of(recorder.reductions) == places_of(record.reductions)
             # a step that begins to look at values needs a plan that says so

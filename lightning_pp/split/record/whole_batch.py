@@ -135,7 +135,7 @@ def _first_late_call(
     while True:
         joins: dict[Value, Join] = {}
         unjoined: list[Value] = []
-        tellable = _tellable_rows(record, parts, num_samples, first_late)
+        tellable = _rows_with_known_order(record, parts, num_samples, first_late)
         for value in sorted(_needed(record, first_late)):
             shapes = [part.record.spec(value).shape for part in parts]
             join = find_join(shapes, record.spec(value).shape, num_samples)
@@ -159,7 +159,7 @@ def _needed(record: StepRecord, first_late: int) -> set[Value]:
     return {value for value in values if value.call < first_late}
 
 
-def _tellable_rows(
+def _rows_with_known_order(
     record: StepRecord, parts: Sequence[StepPlan], num_samples: Sequence[int], first_late: int
 ) -> set[int]:
     """Numbers of rows for each sample for which an input of a unit, of the batch alone, can show their order."""

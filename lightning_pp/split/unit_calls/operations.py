@@ -69,7 +69,7 @@ class OperationCalls(OutsideUnits):
             if recorded.spec is not None and isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
                 setattr(leaf, _VALUE, (self._run, Value(call.index, position)))
 
-    def have_come(self, record: StepRecord, numbers: Iterable[int]) -> bool:
+    def have_run(self, record: StepRecord, numbers: Iterable[int]) -> bool:
         """Whether this step has run the operations ``numbers``, each as often as the record."""
         places = [record.operations[number].place._replace(num_before=0) for number in numbers]
         return all(self.counts[place] == record.num_alike[place] for place in places)

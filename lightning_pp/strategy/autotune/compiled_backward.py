@@ -13,7 +13,7 @@ from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.runtime.compilation import NOTHING_TO_COMPILE, CompiledUnits, is_one_operation
 
 
-def tell_of_compiled(groups: ControlGroups, units: CompiledUnits, *, splits_backward: bool) -> None:
+def log_uncompiled(groups: ControlGroups, units: CompiledUnits, *, splits_backward: bool) -> None:
     """Logs the units that run uncompiled, and the weights with gradients in I although the backward is split.
 
     Args:

@@ -117,7 +117,7 @@ class PartCheck:
             parts = _outcome(observe, self.sizes.parts, self._of_parts(draws))
         compare = partial(self._compared, whole, parts, draws)
         gathered = self.groups.all_or_none(compare, "What a check of a first batch found")
-        self._tell_permuted(draws)
+        self._warn_of_permuted(draws)
         differences = [difference for _, found in gathered for difference in found]
         if any(differ for differ, _ in gathered):
             tell_unchecked(self.step)
@@ -153,7 +153,7 @@ class PartCheck:
         others = ", ".join(difference.what for difference in shown[1:])
         rank_zero_warn(text + (f" The same goes for: {others}." if others else ""))
 
-    def _tell_permuted(self, draws: Draws) -> None:
+    def _warn_of_permuted(self, draws: Draws) -> None:
         for line, number in draws.permuted.items():
             if number == self.sizes.whole.num_samples and line not in self.reported:
                 self.reported.add(line)

@@ -120,9 +120,9 @@ class FailedRuns:
     def _failure_of_others(watchdog: Watchdog, error: BaseException) -> RankFailure | None:
         """What ``error``, which is about other ranks, comes of; None if there is nothing to be found."""
         if any(sign in str(error) for sign in ("imed out", "imeout")):
-            return watchdog.wait(_CAUSE_OF_TIMEOUT_S) or watchdog.one_that_stands()
+            return watchdog.wait(_CAUSE_OF_TIMEOUT_S) or watchdog.stuck_rank()
         # a rank whose time-out has ended this one's connection has asked by then, and will tell what it found
-        return watchdog.wait(_CAUSE_S) or watchdog.one_that_stands() or watchdog.wait(_CAUSE_S - _CAUSE_OF_TIMEOUT_S)
+        return watchdog.wait(_CAUSE_S) or watchdog.stuck_rank() or watchdog.wait(_CAUSE_S - _CAUSE_OF_TIMEOUT_S)
 
     def end(self, *, failed: bool = False) -> None:
         """The run has ended on this rank, one way or the other."""

@@ -185,7 +185,7 @@ class MeshStrategy(ParallelStrategy):
         if is_new:
             set_timeout(group_timeout)
         self._sizes = self._resolve_sizes(self.num_ranks)
-        self._tell_of_placement()
+        self._warn_of_placement()
         if self._device_mesh is None:
             self._device_mesh, self._data_parallel_mesh = make_meshes(self.root_device.type, self.sizes)
             groups = groups_of_collectives(self._device_mesh, self._data_parallel_mesh)
@@ -201,7 +201,7 @@ class MeshStrategy(ParallelStrategy):
         else:  # every rank draws what the first one would draw alone: the order of the data, and what hooks draw
             self.broadcast(GeneratorStates.now(torch.device("cpu"))).put_back(torch.device("cpu"))
 
-    def _tell_of_placement(self) -> None:
+    def _warn_of_placement(self) -> None:
         """Says where ranks on different nodes share what neighbours on one node should; once for the job."""
         if self.num_nodes == 1:
             return

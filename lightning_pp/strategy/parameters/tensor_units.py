@@ -69,7 +69,7 @@ def refuse_distributed(module: nn.Module) -> None:
         )
 
 
-def check_and_tell(split: SplitModel, groups: ControlGroups) -> None:
+def check_and_report(split: SplitModel, groups: ControlGroups) -> None:
     """Compares the first calls of units with whole units, and logs parameters that are not cut; every rank calls it."""
     if split.tensor is not None:
         split.tensor.check_next_calls()

@@ -190,7 +190,7 @@ def recorded_step(
             _refuse_shared_writes(step, shared, batch)
             if isinstance(dry, DryRun):
                 edits_contents = _versions(given) != versions
-                _tell_what_hooks_see(module, step, places_written(given, own), edits_contents=edits_contents)
+                _warn_of_hooks(module, step, places_written(given, own), edits_contents=edits_contents)
                 if dry.line_of_edit and not edits_contents:
                     _warn_written_elsewhere(step, dry.line_of_edit)
         if trains:
@@ -248,7 +248,7 @@ def _refuse_shared_writes(step: str, before: Mapping[str, Any], batch: Any) -> N
         )
 
 
-def _tell_what_hooks_see(module: pl.LightningModule, step: str, places: Sequence[str], *, edits_contents: bool) -> None:
+def _warn_of_hooks(module: pl.LightningModule, step: str, places: Sequence[str], *, edits_contents: bool) -> None:
     """Warns of hooks that get a batch after a step that writes into it: they do not see what it wrote."""
     hook = f"on_{step.replace('training', 'train').removesuffix('_step')}_batch_end"
     trainer = trainer_of(module)

@@ -93,9 +93,9 @@ class FirstLook:
             self._batches = None
             return iterate()
         self._put(self._begun)
-        return self._hand_over(iterate)
+        return self._kept_batches(iterate)
 
-    def _hand_over(self, iterate: _Iterate) -> Iterator[Any]:
+    def _kept_batches(self, iterate: _Iterate) -> Iterator[Any]:
         """The kept batches, from when the first is asked for: where hooks have drawn since, samplers draw anew."""
         batches, self._batches = self._batches, None
         now = self._states()
