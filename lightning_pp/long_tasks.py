@@ -14,13 +14,13 @@ THEN_EVERY_S = 20.0
 class LongTask:
     """A context that says after some seconds what runs and for how long, and then at the end how long it took.
 
-    What is over before that is not told of. Lines come from a thread of their own, so ``tell`` has to be one that any
+    A task that ends before prints nothing. Lines come from a thread of their own, so ``tell`` has to be one that any
     thread may call, as a logger's methods are.
 
     Args:
         what: What is being done, as the beginning of a sentence.
-        tell: Gets each line; None where nobody is to be told, as on all ranks but one.
-        first_after_s: When the first line is told, seconds.
+        tell: Gets each line; None to print nothing, as on all ranks but one.
+        first_after_s: When the first line is printed, seconds.
         then_every_s: The time between lines, seconds.
     """
 
@@ -56,7 +56,7 @@ class LongTask:
             self._tell(f"{self._what} took {self._seconds():.0f} s.")
 
     def update(self, what: str) -> None:
-        """The task has come to another part, which is told with the next line."""
+        """The task has come to another part, which the next line names."""
         self._now = what
 
     def _print_more(self) -> None:

@@ -22,7 +22,7 @@ def log_folder(trainer: pl.Trainer) -> Path | None:
 
 
 def shared_folder(trainer: pl.Trainer, dirpath: str | Path | None, name: str) -> Path:
-    """A folder into which every rank writes: every rank has to ask for it, and is told the one of rank 0.
+    """A folder into which every rank writes: that of rank 0; every rank must call this.
 
     Args:
         trainer: The trainer.

@@ -1,6 +1,6 @@
 """Makes the schema of a class from its signature and docstring, so that an option is described in one place.
 
-The class is read from its source file. Importing it would import torch, and a typo is told before that.
+The class is read from its source file. Importing it would import torch, and typos are reported before that.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def hang_up(group: dist.ProcessGroup | None) -> None:
 
 
 def _check_same_place(places: Sequence[str]) -> None:
-    """Raises :class:`ConfigurationError` if replicas, in order, have told each other different things."""
+    """Raises :class:`ConfigurationError` if replicas, in order, have reported different places."""
     other = next((replica for replica, what in enumerate(places) if what != places[0]), None)
     if other is not None:
         raise ConfigurationError(

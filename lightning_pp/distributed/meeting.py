@@ -45,7 +45,7 @@ class TextStore:
         self._store.set(f"{self._prefix}/{name}", text)
 
     def read(self, name: str) -> str | None:
-        """The text of that name; None where nobody has put one yet."""
+        """The text of that name; None if there is none yet."""
         if not self._store.check([f"{self._prefix}/{name}"]):
             return None
         return self.wait_for(name)

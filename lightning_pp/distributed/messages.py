@@ -31,7 +31,7 @@ class MessageLine:
     thread's alone.
 
     Args:
-        groups: Control groups that nobody else uses.
+        groups: Control groups that no other code uses.
         device: Where this rank works; the thread makes it its own, or what it makes of tensors there would be done on
             the first device of the host.
     """
@@ -50,7 +50,7 @@ class MessageLine:
             produce: Makes the content, in another thread.
 
         Returns:
-            The content, or what ``produce`` raised, once the others have been told of the error as well.
+            The content, or what ``produce`` raised, once the others have got the error as well.
         """
         return self._start(_produce_and_send, produce)
 

@@ -104,7 +104,7 @@ class Check:
         if not missing:
             assert self.judge is not None
             return self.judge([outcome.value for outcome in outcomes])
-        # an error of one rank ends the others, so it is told first
+        # an error of one rank ends the others, so it comes first
         missing.sort(key=lambda outcome: (not outcome.error, outcome.exit_code is None, outcome.seconds))
         found = "; ".join(_shortened(str(outcome)) for outcome in missing[:2])
         if len(missing) > 2:

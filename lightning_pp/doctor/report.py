@@ -51,7 +51,7 @@ def worst_status(rows: Sequence[Row]) -> Status:
 
 
 def write_json(path: Path, rows: Sequence[Row], **about: Any) -> None:
-    """Writes all that is known, and what else is told of the run, to a file; its folder is made."""
+    """Writes all findings, and facts of the run, to a file; its folder is made."""
     data = {
         "format": 1,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

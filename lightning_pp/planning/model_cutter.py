@@ -122,7 +122,7 @@ class ModelCutter:
 
         Args:
             most_seconds: How long all units may take together; each distinct one runs once in any case.
-            tell: Is told which one is being measured.
+            tell: Called with the one that is being measured.
 
         Returns:
             What measures them; it has those of a model once that has been cut.

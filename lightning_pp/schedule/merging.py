@@ -14,7 +14,7 @@ from lightning_pp.schedule.simulation.execution import CostTables, Execution
 
 
 def merge_first_stage(schedule: Schedule) -> Schedule:
-    """Merge on stage 0, whose input gradient nobody waits for."""
+    """Merge on stage 0, for whose input gradient no rank waits."""
     rank = schedule.placement.rank_of_stage[0]
     program = schedule.coded[rank]
     merged = _merged(program, program.parts()[1] == 0)

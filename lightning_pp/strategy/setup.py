@@ -116,7 +116,7 @@ class PipelineSetup:
             step: Name of the module's step.
             beforehand: Around the dry run; yields the user's optimizer over the whole module, to ask it for what it
                 keeps of a parameter. It must not outlive the context, for it holds all parameters.
-            has_several_loaders: Whether the step is told which of several loaders a batch is from.
+            has_several_loaders: Whether the step gets the number of the loader that a batch is from.
         """
         microbatches = self._cutter.cut(batch, for_training=step == "training_step")
         speed = flops_per_byte_of(self.device, self._precision.precision)

@@ -53,7 +53,7 @@ class MeasurablePipeline(Protocol):
         split: Which units each stage has.
         groups: Who gathers.
         last_training_step: The schedule and the times of the last training batch; a new pair for each.
-        last_collectives: The gathers and reductions of that batch; None if nobody asked.
+        last_collectives: The gathers and reductions of that batch; None if not asked for.
         last_num_samples: Samples in that batch.
         last_model_flops: Operations of its forward and backward, over all stages, without what is computed again.
         is_timed: Whether times are taken from the next batch on.

@@ -20,7 +20,7 @@ from lightning_pp.telemetry.timeline.step import Timeline
 class StageTimes:
     """Means of one stage over some steps; :data:`~lightning_pp.telemetry.metric_table.STAGE_METRICS` says what each is.
 
-    ``activations_gib`` is 0 where no step was simulated, and ``gradient_norm`` None where nobody looked.
+    ``activations_gib`` is 0 where no step was simulated, and ``gradient_norm`` None if it was not measured.
     """
 
     forward_ms: float
@@ -106,7 +106,7 @@ class Measurements:
     Attributes:
         placement: Which rank holds which stages.
         ranks: Sums by rank.
-        readings: What ranks told of themselves.
+        readings: The readings that ranks sent.
         throughput: What went through, over all replicas.
         prediction: What was expected of a step, if anything.
         num_devices: Ranks of all replicas.

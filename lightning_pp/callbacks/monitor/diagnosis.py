@@ -28,7 +28,7 @@ class FitDiagnosis:
             waited_ms: How long the loader was waited for, since the batch before.
 
         Returns:
-            What was told, if anything.
+            The printed text, if any.
         """
         self._window.batch_ended(waited_ms)
         if self._window.is_due:
@@ -42,7 +42,7 @@ class FitDiagnosis:
     def finish(self) -> Diagnosis | None:
         """The diagnosis of the latest steps, on rank 0 of the first pipeline; every rank has to call it.
 
-        One that fails is told, and is no reason to end a training; it fails on rank 0, after the gather.
+        A failed diagnosis is only a warning; it fails on rank 0, after the gather.
         """
         try:
             return self._window.diagnose(self._num_workers())

@@ -21,7 +21,7 @@ _TAG = "pp/timeline"
 def write_timeline(
     trainer: pl.Trainer, step: RecordedStep, at_step: int, dirpath: str | Path | None, *, with_trace: bool
 ) -> None:
-    """Writes a step to files and to W&B; on global rank 0. What cannot be written is told, and training goes on.
+    """Writes a step to files and to W&B; on global rank 0. A failed write is a warning, and training continues.
 
     Args:
         trainer: The trainer.

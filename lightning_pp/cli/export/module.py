@@ -125,7 +125,7 @@ def check_fit(
         kind: The model's class, for the error.
 
     Raises:
-        CheckpointError: They differ; all names are counted, and some are told.
+        CheckpointError: They differ; all names are counted, and some are listed.
     """
     reshaped = [
         f"{name} ({shape} in the checkpoint, {expected[name]} in the model)"

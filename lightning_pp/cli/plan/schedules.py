@@ -198,7 +198,7 @@ class Planner:
 
         Args:
             names: The schedules to build, by default all; that of the run is in the table whatever they are.
-            tell: Is told which one is being built.
+            tell: Called with the one that is being built.
 
         Raises:
             ScheduleError: A name is unknown, or a CSV file does not fit.

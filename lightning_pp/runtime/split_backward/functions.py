@@ -68,7 +68,7 @@ def per_dimension(value: int | Sequence[int], num_spatial: int) -> list[int]:
 def convolution_options(
     product: Product, weight: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[ConvolutionOptions, list[int]] | None:
-    """What a convolution is told after its bias, and what its input is padded by before; None if torch refuses it."""
+    """The arguments of a convolution after its bias, and the padding of its input; None if torch refuses them."""
     num_spatial, is_transposed = product.num_spatial, product.family is Family.TRANSPOSED_CONVOLUTION
     names: tuple[str, ...] = ("stride", "padding", "dilation", "groups")
     if is_transposed:

@@ -157,7 +157,7 @@ def _incoming(
 
 
 def _posts_in_order(schedule: Schedule, messages: _Messages, rank: int) -> list[list[Message]]:
-    """For each action of ``rank`` the receives to post before it, so that nobody waits in a circle.
+    """For each action of ``rank`` the receives to post before it, so that ranks never wait in a circle.
 
     All ranks know one order of all actions: by the time at which they begin where messages take none (see
     :func:`action_turns`), and then by rank. A receive is posted before the first action that comes after the one

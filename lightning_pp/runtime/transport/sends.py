@@ -20,7 +20,7 @@ class Send:
     Args:
         work: What the backend gave; None for an empty tensor, which is not sent.
         tensor: What is sent.
-        is_gradient: Whether it is a gradient, which nobody writes into afterwards.
+        is_gradient: Whether it is a gradient, into which no code writes afterwards.
     """
 
     __slots__ = ("error", "has_left", "is_gradient", "tensor", "work")
@@ -111,7 +111,7 @@ class Sends:
             self._num_done[receiver] = num_sends
 
     def _release(self, send: Send) -> None:
-        """NCCL's works hold their tensors until somebody waits, which the device has done by now."""
+        """NCCL's works hold their tensors until a wait, and the device has waited by now."""
         if self._works_tell:
             send.wait()
 

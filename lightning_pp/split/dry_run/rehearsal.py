@@ -34,7 +34,7 @@ class Compared:
 
     Attributes:
         stand_in: Is asked about each call of a unit that the record has in the same place.
-        on_look: Is told of tensors with data that Python reads as a whole.
+        on_look: Called with tensors with data that Python reads as a whole.
         operations: Follows the operations between units.
         with_gradients: Whether gradients have to flow as in the record, to each call and from the loss.
     """

@@ -123,7 +123,7 @@ class StateAroundUnits:
     def preserved(self, note: Callable[[list[tuple[str, str, Any]]], None] | None = None) -> Iterator[Changes]:
         """As :func:`preserved_state`, while code outside of the units may run.
 
-        ``note`` is told at the end what has changed.
+        ``note`` is called at the end with the changes.
         """
         before = [(attributes, attributes.copy()) for attributes in self._inside]
         hooks = [(held, tuple(held)) for held in self._hooks]

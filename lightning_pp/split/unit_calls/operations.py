@@ -37,10 +37,10 @@ class OperationCalls(OutsideUnits):
 
     Args:
         number_of: Gives the number of an operation; None for one that is not known.
-        on_operation: Is told of each one that is known.
-        note_function: Is told the name of each function that returns a tensor, and what is taken in its place, if that
+        on_operation: Called with each one that is known.
+        note_function: Gets the name of each function that returns a tensor, and what is taken in its place, if that
             is another; what backward runs again has to be given the same.
-        on_other: Is told of each operation on values that is not known.
+        on_other: Called with each operation on values that is not known.
 
     Attributes:
         counts: How often each operation has run, by the place of the first of those that differ in their order only.

@@ -194,7 +194,7 @@ class _Until(dict[Place, Count]):
 
     Args:
         needed: What is.
-        tracing: Is told of each count.
+        tracing: Called with each count.
     """
 
     def __init__(self, needed: Sequence[Place], tracing: CountTrace | None = None) -> None:

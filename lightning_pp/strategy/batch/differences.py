@@ -8,7 +8,7 @@ For each checked batch, on every rank::
     after a difference: run them again, each stage noting what its units give, to say where samples were coupled first
 
 The module's state and the random generators are as before afterwards; metrics, loggers and batch statistics see
-nothing. BatchNorm normalises over microbatches in every pipeline: this is told once, and left out of the comparison.
+nothing. BatchNorm normalises over microbatches in every pipeline: a warning says so, and the comparison leaves it out.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Difference:
     Attributes:
         what: The value, as the subject of a sentence.
         is_loss: Whether it is the loss.
-        ends_run: Whether the training would be another one, and not only what is told of it.
+        ends_run: Whether the training would differ, and not only what is reported of it.
         whole: Of the whole in one piece.
         parts: Of the whole, from its parts.
         of_parts: Of each part alone, for a loss.

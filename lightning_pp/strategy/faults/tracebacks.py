@@ -41,9 +41,9 @@ def user_frames(error: BaseException) -> tuple[str, ...]:
 
 
 def tell_shortly(error: BaseException, sentence: str, *, with_frames: bool = False) -> None:
-    """If nobody catches ``error``, its process ends with ``sentence`` in place of the whole traceback.
+    """If no code catches ``error``, its process ends with ``sentence`` in place of the whole traceback.
 
-    Nothing changes where somebody else prints exceptions (a notebook, a debugger), or if the environment variable
+    Nothing changes where other code prints exceptions (a notebook, a debugger), or if the environment variable
     ``LIGHTNING_PP_TRACEBACK`` is 1.
 
     Args:

@@ -390,7 +390,7 @@ class MeshStrategy(ParallelStrategy):
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Over all ranks: any of them may have been told to stop. Before a set-up each rank decides for itself."""
+        """Over all ranks: any of them may have got a signal to stop. Before a set-up each rank decides for itself."""
         if self.num_ranks == 1 or not dist.is_initialized():
             return decision
         self._check_outside_step("reduce_boolean_decision", self.num_ranks)

@@ -57,7 +57,7 @@ class ReportedBatch(NamedTuple):
         weights: Share of each microbatch.
         num_samples: Samples of the replica's batch.
         fingerprint: Of the batch that this rank saw; None: it is not compared.
-        finite_in: Names the batch and this rank, if its losses have to be finite; None: nobody looks.
+        finite_in: Names the batch and this rank, if its losses have to be finite; None: no check.
         raises: Whether every rank of every pipeline raises that a loss is not finite, in place of telling it.
     """
 
@@ -78,8 +78,8 @@ class BatchReport:
         merge: Merges what they returned and changed; called on the last stage.
         batch: What the batch is here.
         device: Where this rank computes.
-        metrics: Those of the module, whose counts of updates are told; None for none.
-        trainer: The step may set its ``should_stop``; None: nobody looks.
+        metrics: Those of the module, whose counts of updates are sent; None for none.
+        trainer: The step may set its ``should_stop``; None: not read.
         nonfinite: Once it is taken up, which loss of the global batch is not finite, in words; None for none.
     """
 

@@ -68,8 +68,8 @@ class Diagnosis:
 def diagnose(evidence: Evidence, num_steps: int = 1) -> Diagnosis:
     """Looks for everything that may hold a step up.
 
-    Nothing is told if the simulator, given the measured parts of a step, does not arrive at the measured step: it could
-    not tell then what a change would bring. Of findings with the same override the one that names a cause is told.
+    Nothing is reported if the simulator, given a step's measured parts, does not arrive at the measured step: it could
+    not tell then what a change would bring. Of findings with the same override the one with a cause is reported.
 
     Args:
         evidence: What was measured.

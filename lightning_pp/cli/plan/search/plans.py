@@ -148,7 +148,7 @@ class PlanSearch:
         """Looks at all plans.
 
         Args:
-            tell: Is told what is being done.
+            tell: Called with what is being done.
 
         Raises:
             ConfigurationError, SplitError: The step cannot be looked at.
@@ -341,7 +341,7 @@ class PlanSearch:
         return self._step.cutter(options, sizes, microbatches, recordings, refines=False)
 
     def options_of(self, layout: Layout, choice: ShardingChoice) -> PipelineOptions:
-        """What the strategy is told of a plan."""
+        """The strategy's options for a plan."""
         options = self._options
         source = schedule_source(
             layout.schedule, layout.stages_per_rank_asked, whole_batch_loss=options.schedule.whole_batch_loss
