@@ -1,4 +1,4 @@
-"""Private names of other packages. One that the installed version lacks is told where it is used, not at import.
+"""Private names of other packages. A missing name raises an error at its first use, not at import.
 
 Each layer keeps its private names of a package in one file, such as ``_torch_private.py``;
 ``tests/test_private_names.py`` finds others. :func:`private` looks a name up, :func:`uses` marks a function that
@@ -60,7 +60,7 @@ def require(*paths: str) -> None:
     """
     for path in paths:
         if not _exists(path):
-            _tell(path)
+            _raise_missing(path)
 
 
 def _exists(path: str) -> bool:
@@ -89,7 +89,7 @@ def _sets(kind: type, name: str) -> bool:
     )
 
 
-def _tell(path: str) -> NoReturn:
+def _raise_missing(path: str) -> NoReturn:
     package = path.partition(".")[0]
     raise ImportError(
         f"lightning_pp needs {path}, a private name that {package} {version(package)} does not have. "
@@ -98,7 +98,7 @@ def _tell(path: str) -> NoReturn:
 
 
 class _Missing(type):
-    """The class of stand-ins for missing names: classes, so that other classes may be derived from one."""
+    """The class of stand-ins for missing names. Stand-ins are classes, so that other classes can derive from them."""
 
     def __call__(cls, *_: Any, **__: Any) -> NoReturn:
         cls._raise()
@@ -122,4 +122,4 @@ class _Missing(type):
 
     def _raise(cls) -> NoReturn:
         # a class derived from a stand-in has another name than what is missing
-        _tell(next(kind.__name__ for kind in reversed(cls.__mro__) if type(kind) is _Missing))
+        _raise_missing(next(kind.__name__ for kind in reversed(cls.__mro__) if type(kind) is _Missing))

@@ -1,4 +1,4 @@
-"""Python's collector of cycles, paused while much is made that stays."""
+"""Pauses Python's cyclic garbage collector while many lasting objects are made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Within, no cycles are looked for: with all of torch and transformers imported, one look takes .3 s."""
+    """In the block, no cycles are looked for: with all of torch and transformers imported, one look takes .3 s."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

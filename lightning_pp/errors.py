@@ -36,8 +36,8 @@ class NonFiniteError(ArithmeticError):
 
     def __str__(self) -> str:
         return (
-            f"{super().__str__()} Nothing is updated with it; go on from the last checkpoint. on_nonfinite='skip' "
-            "skips such updates on all ranks, on_nonfinite='ignore' looks at nothing."
+            f"{super().__str__()} No update used it: resume from the last checkpoint. on_nonfinite='skip' skips such "
+            "updates on all ranks, on_nonfinite='ignore' turns the check off."
         )
 
 

@@ -1,4 +1,4 @@
-"""Tells of what takes long, while it is being done."""
+"""Messages about tasks that take long, while they run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ THEN_EVERY_S = 20.0
 
 
 class LongTask:
-    """Within, tells after some seconds what is being done and for how long; at the end how long it took, if it told.
+    """A context that says after some seconds what runs and for how long, and then at the end how long it took.
 
-    What is over before that is not told of. Lines come from a thread of their own, so ``tell`` has to be one that any
+    A task that ends before prints nothing. Lines come from a thread of their own, so ``tell`` has to be one that any
     thread may call, as a logger's methods are.
 
     Args:
         what: What is being done, as the beginning of a sentence.
-        tell: Gets each line; None where nobody is to be told, as on all ranks but one.
-        first_after_s: When the first line is told, seconds.
+        tell: Gets each line; None to print nothing, as on all ranks but one.
+        first_after_s: When the first line is printed, seconds.
         then_every_s: The time between lines, seconds.
     """
 
@@ -36,13 +36,13 @@ class LongTask:
         self._tell = tell
         self._intervals = (first_after_s, then_every_s)
         self._is_over = threading.Event()
-        self._has_told = False
+        self._printed = False
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> LongTask:
         self._begun = time.monotonic()
         if self._tell is not None:
-            self._thread = threading.Thread(target=self._tell_again, daemon=True, name="lightning_pp: long task")
+            self._thread = threading.Thread(target=self._print_more, daemon=True, name="lightning_pp: long task")
             self._thread.start()
         return self
 
@@ -52,18 +52,18 @@ class LongTask:
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()
-        if self._has_told and error is None and self._tell is not None:
+        if self._printed and error is None and self._tell is not None:
             self._tell(f"{self._what} took {self._seconds():.0f} s.")
 
     def update(self, what: str) -> None:
-        """The task has come to another part, which is told with the next line."""
+        """The task has come to another part, which the next line names."""
         self._now = what
 
-    def _tell_again(self) -> None:
+    def _print_more(self) -> None:
         assert self._tell is not None
         wait_s, every_s = self._intervals
         while not self._is_over.wait(wait_s):
-            self._has_told = True
+            self._printed = True
             self._tell(f"{self._now}: {self._seconds():.0f} s so far.")
             wait_s = every_s
 

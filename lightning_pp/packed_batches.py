@@ -132,7 +132,7 @@ def _part(batch: MutableMapping[str, Any], num_tokens: int, offsets: Sequence[in
             raise BatchError(
                 f"{name!r} of the batch has shape {tuple(leaf.shape)}, in which several dimensions are as long as the "
                 f"row of {num_tokens} tokens. split_packed cuts one dimension of a tensor. Make such a mask in the "
-                "step, of 'position_ids' or 'cu_seqlens'."
+                "step, from 'position_ids' or 'cu_seqlens'."
             )
         return leaf.narrow(dims[0], start, size).contiguous()
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 Work = Callable[[Callable[[str], None]], Any]
-"""What a rank does; it is given a function that tells what is done now, so that a hang can be placed."""
+"""The work of a rank; it gets a function to call with the name of each part, so that a hang can be located."""
 
 _STACKS_S = 3.0
 _MOST_OUTPUT = 6000
@@ -27,7 +27,7 @@ _MOST_OUTPUT = 6000
 
 @dataclass(frozen=True)
 class RankJob:
-    """What the process of a rank is started for.
+    """The task of a rank's process.
 
     Attributes:
         rank: Global rank.
@@ -50,8 +50,8 @@ class Outcome:
         rank: Global rank.
         value: What its work returned; None if it did not return.
         error: ``Type: message`` of what it raised; empty if it raised nothing.
-        noted: What it had last told of.
-        noted_after_s: Seconds from the start until it told that.
+        noted: What it did last, as it reported.
+        noted_after_s: Seconds from the start to that report.
         exit_code: Of the process, as ``multiprocessing`` gives it; None: it ran until the time limit.
         seconds: From the start to the end of the process, or to the limit.
         output: What it printed, and the stacks of its threads if it had to be ended; the last of it.
@@ -182,7 +182,7 @@ class _RankProcess:
         return "raised" in self._told or (not self._process.is_alive() and "returned" not in self._told)
 
     def end(self) -> Outcome:
-        """How it ended; one that has not is told to print its stacks, and killed."""
+        """How it ended; a process that has not ended gets a signal to print its stacks, and is killed."""
         exit_code = None
         if self.has_ended():
             exit_code = self._process.exitcode

@@ -17,8 +17,8 @@ def version_line(command: str) -> str:
         command: Whose name the line begins with.
     """
     others = {"torch": "torch", "lightning": "lightning", "hydra-core": "Hydra"}
-    told = ", ".join(f"{name} {version(package)}" for package, name in others.items())
-    return f"{command} {__version__} ({told})"
+    version_list = ", ".join(f"{name} {version(package)}" for package, name in others.items())
+    return f"{command} {__version__} ({version_list})"
 
 
 def parser_of(command: str, description: str | None, epilog: str) -> argparse.ArgumentParser:
@@ -31,7 +31,7 @@ def parser_of(command: str, description: str | None, epilog: str) -> argparse.Ar
 
 
 def answer_version(arguments: Sequence[str], command: str) -> None:
-    """Prints the versions and ends the process, if ``arguments`` ask for them. For commands that Hydra parses."""
+    """Prints the versions and ends the process, if ``arguments`` have ``--version``. For commands that Hydra parses."""
     if "--version" in arguments:
         sys.stdout.write(f"{version_line(command)}\n")
         sys.exit(0)

@@ -30,7 +30,7 @@ HEAD = """# Configuration reference
 <!-- made by python docs/tools/configuration_reference.py from conf/, its schema, and docstrings of what it builds -->
 
 Every value of a run, by config group. `lightning-pp GROUP=OPTION` chooses an option, `lightning-pp GROUP.FIELD=VALUE`
-changes a value, and `lightning-pp --cfg job` prints the result. [Recipes and configuration](recipes.md) tells how
+changes a value, and `lightning-pp --cfg job` prints the result. [Recipes and configuration](recipes.md) explains how
 they are put together. You must give a *required* field if the option does not set it. `any` stands for values of
 several types, which the text names. What does not fit into a table stands below it.
 """

@@ -13,7 +13,7 @@ from lightning_pp.telemetry.measurement import MeasurablePipeline
 
 
 class LoggedPipeline(MeasurablePipeline, Protocol):
-    """A pipeline that can also tell how it was planned."""
+    """A pipeline that can also report how it was planned."""
 
     def facts(self) -> dict[str, int | str | bool]: ...
 

@@ -1,4 +1,4 @@
-"""Predictions to files, batch by batch, with the samples that they are of."""
+"""Writes predictions to files, batch by batch, with the indices of their samples."""
 
 from __future__ import annotations
 

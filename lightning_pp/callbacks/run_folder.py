@@ -22,7 +22,7 @@ def log_folder(trainer: pl.Trainer) -> Path | None:
 
 
 def shared_folder(trainer: pl.Trainer, dirpath: str | Path | None, name: str) -> Path:
-    """A folder into which every rank writes: every rank has to ask for it, and is told the one of rank 0.
+    """A folder into which every rank writes: that of rank 0; every rank must call this.
 
     Args:
         trainer: The trainer.
@@ -45,7 +45,7 @@ def check_ranks(callback: str, ranks: object) -> None:
         return
     if not isinstance(ranks, (list, tuple)) or not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
         raise ConfigurationError(
-            f"{callback}(ranks={ranks!r}) must be 'all', or a list of the numbers of processes: [0, 3]."
+            f"{callback}(ranks={ranks!r}) must be 'all', or a list of process numbers, such as [0, 3]."
         )
 
 
@@ -68,4 +68,4 @@ def is_chosen(callback: str, ranks: str | Sequence[int], rank: int) -> bool:
 
 def tell_unwritten(what: str, error: Exception) -> None:
     """Warns, on whichever rank, of a file that could not be written."""
-    warnings.warn(f"{what} could not be written: {type(error).__name__}: {error}. Training goes on.", stacklevel=2)
+    warnings.warn(f"{what} could not be written: {type(error).__name__}: {error}. Training continues.", stacklevel=2)

@@ -82,8 +82,8 @@ class PipelineWandbLogger(WandbLogger):
         if not self.every_node or trainer.num_nodes == 1:
             return
         run = self.experiment if trainer.is_global_zero else None
-        told = ("", "", None) if run is None else (run.id, run.project, run.entity or None)
-        run_id, project, entity = trainer.strategy.broadcast(told)
+        identity = ("", "", None) if run is None else (run.id, run.project, run.entity or None)
+        run_id, project, entity = trainer.strategy.broadcast(identity)
         if trainer.node_rank == 0 or trainer.local_rank != 0 or self._of_this_node is not None:
             return
         import wandb

@@ -1,4 +1,4 @@
-"""What a Trainer's checkpoint has, by Lightning's keys."""
+"""The content of a Trainer's checkpoint, by Lightning's keys."""
 
 from __future__ import annotations
 

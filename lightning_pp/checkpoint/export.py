@@ -1,4 +1,4 @@
-"""From a checkpoint to files that others read: in one process, a tensor at a time."""
+"""Exports a checkpoint to files for other programs: in one process, a tensor at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_pp.errors import CheckpointError, enumerate_names
 
 
 class Weights:
-    """Tensors under the names that they are to be written with.
+    """Tensors by the names under which they are written.
 
     Args:
         tensors: By the names to write; what is stored is read when it is written.

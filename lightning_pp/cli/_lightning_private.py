@@ -1,6 +1,6 @@
 """The private names of Lightning that the commands use; nothing else in this layer uses any.
 
-What the installed version lacks is told where it is used.
+A name that the installed version lacks raises an error at its first use.
 """
 
 from __future__ import annotations

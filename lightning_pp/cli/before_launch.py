@@ -1,4 +1,4 @@
-"""What can be known of a run before processes and loggers start: what is wrong, and what would never be saved."""
+"""Checks of a run before processes and loggers start: mistakes, and checkpoints that would never be saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that has been: the configuration that Hydra has left in its folder, and its newest good checkpoint."""
+"""An earlier run: the configuration that Hydra left in its folder, and its newest good checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who launched this process, and what each rank must leave to rank 0."""
+"""The launcher of this process, and what only rank 0 may do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What went wrong, told once and clearly: known mistakes without a traceback, everything else as it is."""
+"""Prints errors once and clearly: known mistakes without a traceback, everything else unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RANK_ZERO_SPEAKS_FIRST_SECONDS = 10.0
 
 
 class UserError(Exception):
-    """A mistake that the user can mend; the message is all there is to say."""
+    """A mistake that the user can correct; only the message is printed."""
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def full_errors_wanted() -> bool:
 
 
 class HeldBack(io.TextIOBase):
-    """Keeps what is written, until it is dropped or let go; afterwards what is written goes straight through.
+    """Holds written text back until it is dropped or released; after that, text is written at once.
 
     Args:
         stream: Where it goes in the end.
@@ -97,7 +97,7 @@ class HeldBack(io.TextIOBase):
         """Forgets what was written, and holds nothing more back."""
         self._held, self.is_let_go = io.StringIO(), True
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Writes what is held; a rank other than 0 says that it is one."""
         text, self.is_let_go = self._held.getvalue(), True
         self._stream.write(text if launch.is_rank_zero() or not text else f"[rank {launch.global_rank()}] {text}")
@@ -123,7 +123,7 @@ def held_back() -> Iterator[HeldBack]:
     finally:
         sys.stderr = stderr
         if not held.is_let_go:
-            held.let_go()
+            held.release()
 
 
 def print_problem(error: UserError, command: str = "lightning-pp") -> None:

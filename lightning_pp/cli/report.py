@@ -1,4 +1,4 @@
-"""What a run prints at its end: stages, one step as a picture, what to change, the loss, where the results lie."""
+"""The report at the end of a run: stages, a picture of one step, findings, the loss, where the results are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 140
 
 @dataclass
 class RunSummary:
-    """What is left to tell after a run.
+    """The data of this report.
 
     Args:
         report: The pipeline's measurements; None where there was no pipeline.

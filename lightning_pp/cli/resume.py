@@ -1,4 +1,4 @@
-"""The command line of a run that goes on: ``resume=``, and attempts that torchrun makes after one has failed.
+"""The command line of a resumed run: ``resume=``, and attempts that torchrun makes after a failure.
 
 The rank 0 decides where a job goes on, and tells the others over the store of torchrun, if there is one. Without one
 every rank looks for itself, in a folder that all of them have to see.
@@ -59,37 +59,37 @@ def with_what_it_resumes(arguments: Sequence[str]) -> list[str]:
 
 def remember_folder(folder: str) -> None:
     """Tells later attempts of this job, if torchrun makes any, in which folder the run is; for rank 0."""
-    if launch.is_rank_zero() and (store := launcher_store()) is not None and (command := store.told(_COMMAND)):
-        store.tell(_folder(command), os.path.abspath(folder))
+    if launch.is_rank_zero() and (store := launcher_store()) is not None and (command := store.read(_COMMAND)):
+        store.write(_folder(command), os.path.abspath(folder))
 
 
 def _as_rank_zero_decides(arguments: Sequence[str], named: str | None, store: TextStore) -> list[str]:
     name, _ = meet(store, *ranks_of_launcher(), _RANKS_COME_WITHIN)
     if launch.is_rank_zero():
         return _decide_for_all(arguments, named, store, f"{name}/decision")
-    told = json.loads(store.wait_for(f"{name}/decision"))
-    if "refused" in told:
-        raise UserError(told["refused"])
-    if told["arguments"] is None:
+    decided = json.loads(store.wait_for(f"{name}/decision"))
+    if "refused" in decided:
+        raise UserError(decided["refused"])
+    if decided["arguments"] is None:
         return list(arguments)
-    os.chdir(told["folder"])
-    return list(told["arguments"])
+    os.chdir(decided["folder"])
+    return list(decided["arguments"])
 
 
 def _decide_for_all(arguments: Sequence[str], named: str | None, store: TextStore, decision: str) -> list[str]:
     # a script that torchrun starts may run one command after the other
     command = hashlib.sha256(json.dumps(list(arguments)).encode()).hexdigest()
-    store.tell(_COMMAND, command)
+    store.write(_COMMAND, command)
     attempt = store.count(f"{command}/attempts") - 1 + _restarts_by_slurm()
     if named is None and attempt == 0:
-        store.tell(decision, json.dumps({"arguments": None}))
+        store.write(decision, json.dumps({"arguments": None}))
         return list(arguments)
     try:
-        decided = _decide(arguments, named, attempt, store.told(_folder(command)))
+        decided = _decide(arguments, named, attempt, store.read(_folder(command)))
     except UserError as error:
-        store.tell(decision, json.dumps({"refused": str(error)}))
+        store.write(decision, json.dumps({"refused": str(error)}))
         raise
-    store.tell(decision, json.dumps({"arguments": decided, "folder": os.getcwd()}))
+    store.write(decision, json.dumps({"arguments": decided, "folder": os.getcwd()}))
     return decided
 
 
@@ -125,9 +125,9 @@ def _decide(arguments: Sequence[str], named: str | None, attempt: int, earlier: 
     """The command line of this attempt; ``earlier`` is the folder of the run that earlier ones have made, if known."""
     if "--multirun" in arguments or "-m" in arguments:
         if attempt > 0:
-            _say(f"attempt {attempt + 1} starts the sweep again. Runs of a sweep go on one by one, by resume=")
+            _say(f"attempt {attempt + 1} starts the sweep again. Resume the runs of a sweep one by one, with resume=")
             return list(arguments)
-        raise UserError("resume= goes on with one run, not with a sweep. Leave --multirun out")
+        raise UserError("resume= continues one run, not a sweep. Leave --multirun out")
     if named == _AUTO:
         named = _folder_if_saved(arguments)
         arguments = [each for each in arguments if _key(each) != "resume"]
@@ -163,7 +163,7 @@ def _going_on(run: EarlierRun, arguments: Sequence[str], attempt: int) -> list[s
             for reason in position.passed_over:
                 _say(f"skipped a checkpoint: {reason}")
             which = f"attempt {attempt + 1}" if attempt else "the run"
-            _say(f"{which} goes on in {run.folder} from {position.path} (step {position.step})")
+            _say(f"{which} continues in {run.folder} from {position.path} (step {position.step})")
     if run.config_folder is not None and not any(each in ("--config-dir", "-cd") for each in options):
         options += ["--config-dir", run.config_folder]
     return [*options, *composed, f"resume={folder}", f"hydra.run.dir={folder}"]
@@ -174,8 +174,8 @@ def _folder_if_saved(arguments: Sequence[str]) -> str | None:
     folder = _value_of("hydra.run.dir", arguments)
     if folder is None:
         raise UserError(
-            "resume=auto goes on with the run in the folder of hydra.run.dir, if it has saved a checkpoint. Give a "
-            "folder that all processes see: hydra.run.dir=/data/run"
+            "resume=auto continues the run in the folder of hydra.run.dir, if it has saved a checkpoint. Give a folder "
+            "that all processes see: hydra.run.dir=/data/run"
         )
     started = Path(folder, ".hydra", "hydra.yaml").is_file()
     return folder if started and EarlierRun.at(folder).has_saved() else None

@@ -1,4 +1,4 @@
-"""One run: what a config builds, and the Trainer method it calls."""
+"""One run: the objects that a config builds, and the Trainer method that it calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ INITIAL = "initial"
 
 @dataclass
 class Run:
-    """What one config builds."""
+    """The objects that one config builds."""
 
     config: DictConfig
     trainer: L.Trainer
@@ -94,7 +94,7 @@ class Run:
             return False
         if config.mode is not Mode.fit:
             raise UserError(
-                f"resume= goes on with a training, but mode={config.mode.value} is not one. Name a checkpoint instead: "
+                f"resume= continues a training, but mode={config.mode.value} is not one. Name a checkpoint instead: "
                 "ckpt_path=PATH."
             )
         position = _position_of(config)

@@ -1,4 +1,4 @@
-"""Loggers of a run that goes on (the same W&B run, the same version of files) or is one of several in a process."""
+"""Loggers of a resumed run (the same W&B run, the same version of files), or of one of several runs in a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``lightning-pp-verify``: does this training, as a pipeline, give what one device gives? On the CPU, in a minute."""
+"""``lightning-pp-verify``: compares this training as a pipeline with one device, on the CPU, in a minute."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Makes the schema of a class from its own signature and docstring, so that an option is told in one place.
+"""Makes the schema of a class from its signature and docstring, so that an option is described in one place.
 
-The class is read from its source file. Importing it would import torch, and a typo is told before that.
+The class is read from its source file. Importing it would import torch, and typos are reported before that.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def conf_of(target: str, given: Mapping[str, tuple[str, Any]] | None = None, bas
 
 
 class _Names(dict[str, Any]):
-    """What a module of this package defines, or imports from others of it: values, and outlines of classes.
+    """Names that a module of this package defines or imports from this package: values, and outlines of classes.
 
     The outline of a class has its docstring, its parents of this package, and its ``__init__``, which nobody calls.
     """

@@ -120,7 +120,7 @@ class TrainerConf:
 
 @dataclass
 class LocalLauncherConf:
-    """The command starts the processes that ``trainer.devices`` asks for, unless a launcher has started it.
+    """The command starts the processes for ``trainer.devices``, unless a launcher has started the command.
 
     Attributes:
         name: Who starts the processes: ``local``, or ``torchrun``.
@@ -131,7 +131,7 @@ class LocalLauncherConf:
 
 @dataclass
 class TorchrunConf:
-    """``torchrun``, started by the command in its own place; nothing is done where a launcher has started the command.
+    """The command is replaced by ``torchrun``, unless a launcher has started the command.
 
     Attributes:
         name: Who starts the processes: ``torchrun``, or ``local``.
@@ -150,7 +150,7 @@ class TorchrunConf:
 
 @dataclass
 class TimeoutConf:
-    """How long a collective or a message may take before the job is given up.
+    """How long a collective or a message may take before the job ends with an error.
 
     Attributes:
         seconds: Seconds; null: as in torch, ten minutes over NCCL, half an hour over gloo.
@@ -365,7 +365,7 @@ class RunConf:
 
 @dataclass
 class CommandConf(RunConf):
-    """What ``lightning-pp`` is asked, besides what a run is.
+    """Options of ``lightning-pp`` besides those of a run.
 
     Attributes:
         resume: Folder of a run to continue from its newest checkpoint. ``auto``: the folder ``hydra.run.dir``, if it
@@ -377,7 +377,7 @@ class CommandConf(RunConf):
 
 @dataclass
 class PlanConf(RunConf):
-    """What ``lightning-pp-plan`` is asked, besides what a run is.
+    """Options of ``lightning-pp-plan`` besides those of a run.
 
     Attributes:
         check: Only check whether the module can be cut.
@@ -429,7 +429,7 @@ class PlanConf(RunConf):
 
 @dataclass
 class VerifyConf(RunConf):
-    """What ``lightning-pp-verify`` is asked, besides what a run is.
+    """Options of ``lightning-pp-verify`` besides those of a run.
 
     Attributes:
         steps: Training batches before the checkpoint, and after it.

@@ -1,4 +1,4 @@
-"""Secrets in a config: what is saved and logged of a run has none."""
+"""Removes secrets from the config that is saved and logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building what a config names: only from packages that are allowed, since a target can be any callable there is.
+"""Builds the objects of a config, from allowed packages only, since a target can be any callable.
 
 ``model._target_=os.system`` is a valid config, and a config may lie beside a checkpoint that somebody sent. Hydra
 refuses a list of dangerous callables by itself; here every target, at any depth, also has to come from an allowed
@@ -149,8 +149,8 @@ def _check_found(place: str, target: str, found: Any) -> None:
     origin = _origin(found)
     if not _is_allowed(origin.partition(".")[0]):
         raise ConfigurationError(
-            f"{place}={target} is refused: it belongs to {origin}, which is not an allowed package. Name it where it "
-            f"is defined, and if you trust that, set the environment variable "
+            f"{place}={target} is refused: it belongs to {origin}, which is not an allowed package. Name it by the "
+            "module that defines it. If you trust that module, set the environment variable "
             f"{VARIABLE}={_with_added(origin.partition('.')[0])}."
         )
     if target.partition(".")[0] not in ALLOWED_PACKAGES:
@@ -159,8 +159,8 @@ def _check_found(place: str, target: str, found: Any) -> None:
     dangerous = any(name == never or name.startswith(f"{never}.") for name in names for never in _NEVER)
     if dangerous or any(part.startswith("_") for part in target.split(".")):
         raise ConfigurationError(
-            f"{place}={target} is refused: it may load or start code that no package names, or is private. Call it "
-            "in a function of your own, and name that."
+            f"{place}={target} is refused: it is private, or it may load or start any code. Call it in a function of "
+            "your own, and name that function."
         )
 
 

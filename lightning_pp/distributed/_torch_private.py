@@ -1,6 +1,6 @@
 """The private names of torch that this layer uses; nothing else in it uses any.
 
-What the installed version lacks is told where it is used.
+A name that the installed version lacks raises an error at its first use.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _TAG_OF_NOTHING = (1 << 30) + 5
 
 @dataclass
 class ControlGroups:
-    """Who talks to whom outside the pipeline's schedule.
+    """The groups for messages outside the pipeline's schedule.
 
     Attributes:
         pipeline: CPU (gloo) group of the ranks of this rank's pipeline, in its order; None for a pipeline of one rank.
@@ -149,9 +149,9 @@ class ControlGroups:
         finish = _start_all_gather(pickle.dumps((what, item)), self.data_parallel)
 
         def finished() -> list[T]:
-            told = [pickle.loads(payload) for payload in finish()]
-            _check_same_place([place for place, _ in told])
-            return [found for _, found in told]
+            outcomes = [pickle.loads(payload) for payload in finish()]
+            _check_same_place([place for place, _ in outcomes])
+            return [found for _, found in outcomes]
 
         return finished
 
@@ -181,12 +181,12 @@ class ControlGroups:
             payload = pickled((False, work()), what)
         except Exception as error:
             mine, payload = error, pickled_error(error)
-        told = [pickle.loads(each) for each in _start_all_gather(payload, self.batch)()]
-        failures = [(rank, outcome) for rank, (failed, outcome) in enumerate(told) if failed]
+        outcomes = [pickle.loads(each) for each in _start_all_gather(payload, self.batch)()]
+        failures = [(rank, outcome) for rank, (failed, outcome) in enumerate(outcomes) if failed]
         if failures:
             rank, failure = failures[-1]
             raise mine if mine is not None and rank == self.batch.rank() else failure
-        return [outcome for _, outcome in told[:: self.num_tensor_ranks]]
+        return [outcome for _, outcome in outcomes[:: self.num_tensor_ranks]]
 
 
 @gloo_on_loopback()
@@ -232,14 +232,14 @@ def hang_up(group: dist.ProcessGroup | None) -> None:
                 work.wait(timedelta(milliseconds=1))
 
 
-def _check_same_place(told: Sequence[str]) -> None:
-    """Raises :class:`ConfigurationError` if replicas, in order, have told each other different things."""
-    other = next((replica for replica, what in enumerate(told) if what != told[0]), None)
+def _check_same_place(places: Sequence[str]) -> None:
+    """Raises :class:`ConfigurationError` if replicas, in order, have reported different places."""
+    other = next((replica for replica, what in enumerate(places) if what != places[0]), None)
     if other is not None:
         raise ConfigurationError(
-            f"Replicas are at different points of the run: replica 0 tells {told[0]}, and replica {other} tells "
-            f"{told[other]}. Their data have different numbers of batches, or your code took different branches on "
-            'them. For data of unequal length set unequal_data="shortest" on the strategy: all replicas then end '
+            f"Replicas are at different points of the run: replica 0 reports {places[0]}, replica {other} reports "
+            f"{places[other]}. Their data have different numbers of batches, or your code took different branches "
+            'on them. For data of unequal length set unequal_data="shortest" on the strategy: all replicas then end '
             "when the first one runs out of data."
         )
 

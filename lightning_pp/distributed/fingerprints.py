@@ -1,4 +1,4 @@
-"""The certainty that all ranks of a pipeline see the same batch: fingerprints of batches, and their comparison.
+"""Checks that all ranks of a pipeline see the same batch: fingerprints of batches, and their comparison.
 
 Every rank computes the whole step's inter-unit code on its own batch, so a rank with another batch would train on a
 mixture of two. A fingerprint has one number for each entry of the batch; it covers shapes, dtypes, every byte of every
@@ -24,9 +24,9 @@ from lightning_pp.errors import BatchError
 from lightning_pp.split.data.tree import entries_of
 
 WHOLE_BATCH_BYTES = 4 << 20
-"""A batch of up to so many bytes is read whole every time."""
+"""A batch of up to this many bytes is always read whole."""
 MOST_PARTS = 16
-"""In how many batches every byte of a larger one has been read."""
+"""The number of batches in which every byte of a larger one has been read."""
 
 _BLOCK_BYTES = 8 << 20
 _SMALL_BYTES = 16 << 10
@@ -37,7 +37,7 @@ _LOW_HALF = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What one rank saw of a batch.
+    """One rank's fingerprint of a batch.
 
     Attributes:
         rank: The global rank.
@@ -103,8 +103,8 @@ def check_same_given(fingerprints: Sequence[Fingerprint], batch_idx: int) -> Non
         raise BatchError(
             f"The ranks of one pipeline loaded the same batch {batch_idx}, but it differs after "
             f"on_after_batch_transfer{different}. Every rank must pass its step the same batch. In transfer hooks, "
-            "draw from the default generators, which are equal on all ranks of a pipeline, or from one that is "
-            "seeded equally. Let nothing in them depend on the rank."
+            "draw from the default generators, which are equal on all ranks of a pipeline, or from one that is seeded "
+            "equally. Transfer hooks must not depend on the rank."
         )
 
 

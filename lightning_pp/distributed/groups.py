@@ -131,7 +131,7 @@ def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What nobody has taken of the device, once it has done all that it was given; 0 for the host."""
+    """The free memory of the device, once it has done all queued work; 0 for the host."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""The key-value store of ``torchrun``, which it serves to all the processes that it starts, and starts again.
+"""The key-value store that ``torchrun`` serves to the processes that it starts and restarts.
 
 Processes tell one another in it where they go on, before they have made a process group. They make that over the store,
 too, each attempt under a name of its own: torch 2.13 uses the same names in all attempts, so that a rank may find there

@@ -40,12 +40,12 @@ class TextStore:
         self._prefix = prefix
         self.description = description
 
-    def tell(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
         """Puts a text; a text of that name is replaced."""
         self._store.set(f"{self._prefix}/{name}", text)
 
-    def told(self, name: str) -> str | None:
-        """The text of that name; None where nobody has put one yet."""
+    def read(self, name: str) -> str | None:
+        """The text of that name; None if there is none yet."""
         if not self._store.check([f"{self._prefix}/{name}"]):
             return None
         return self.wait_for(name)
@@ -57,10 +57,10 @@ class TextStore:
             TimeoutError: Nobody has put one in the store's timeout.
         """
         try:
-            told: bytes = self._store.get(f"{self._prefix}/{name}")
+            text: bytes = self._store.get(f"{self._prefix}/{name}")
         except DistStoreError as error:
             raise TimeoutError(f"Nothing was written to {self.description} under {name}.") from error
-        return told.decode()
+        return text.decode()
 
     def count(self, name: str, more: int = 1) -> int:
         """Adds to a number, which is 0 at first; returns what it is then."""
@@ -109,12 +109,12 @@ def _give_name(store: TextStore, num_ranks: int, telling: str, seconds: float) -
         if news != seen:
             seen, late = news, []
             for rank in range(1, num_ranks):
-                text = store.told(f"{num_ranks}/rank/{rank}")
-                if text is None or store.told(f"{name}/taken/{rank}") != text:
+                text = store.read(f"{num_ranks}/rank/{rank}")
+                if text is None or store.read(f"{name}/taken/{rank}") != text:
                     late.append(rank)
                 if text is not None and texts.get(rank) != text:
                     texts[rank] = text
-                    store.tell(f"{text.partition(' ')[0]}/name", name)
+                    store.write(f"{text.partition(' ')[0]}/name", name)
         elif time.monotonic() > deadline:
             which = ", ".join(map(str, late[:_MOST_NAMED])) + (", ..." if len(late) > _MOST_NAMED else "")
             raise TimeoutError(
@@ -123,9 +123,9 @@ def _give_name(store: TextStore, num_ranks: int, telling: str, seconds: float) -
             )
         else:
             time.sleep(_POLL_S)
-    told = [texts[rank].partition(" ")[2] for rank in range(num_ranks)]
-    store.tell(f"{name}/complete", json.dumps(told))
-    return name, told
+    messages = [texts[rank].partition(" ")[2] for rank in range(num_ranks)]
+    store.write(f"{name}/complete", json.dumps(messages))
+    return name, messages
 
 
 def _take_name(store: TextStore, rank: int, num_ranks: int, telling: str, seconds: float) -> tuple[str, list[str]]:
@@ -133,16 +133,16 @@ def _take_name(store: TextStore, rank: int, num_ranks: int, telling: str, second
     deadline = time.monotonic() + seconds
     identifier = uuid.uuid4().hex
     text = f"{identifier} {telling}"
-    store.tell(f"{num_ranks}/rank/{rank}", text)
+    store.write(f"{num_ranks}/rank/{rank}", text)
     store.count(f"{num_ranks}/news")
     name: str | None = None
     while time.monotonic() < deadline:
-        newest = store.told(f"{identifier}/name")  # before what is asked next: see meet
-        if name is not None and (told := store.told(f"{name}/complete")) is not None:
-            return name, json.loads(told)
+        newest = store.read(f"{identifier}/name")  # before what is asked next: see meet
+        if name is not None and (written := store.read(f"{name}/complete")) is not None:
+            return name, json.loads(written)
         if newest != name:
             name = newest
-            store.tell(f"{name}/taken/{rank}", text)
+            store.write(f"{name}/taken/{rank}", text)
             store.count(f"{num_ranks}/news")
         else:
             time.sleep(_POLL_S)
@@ -194,8 +194,8 @@ def store_if_ended(store: Store, rank: int, num_ranks: int, timeout: timedelta) 
     """
     has_ended = _Ended.world is not None and _Ended.world() is dist.group.WORLD
     texts = TextStore(store, "lightning_pp/meeting", "the job's key-value store to begin another run")
-    name, told = meet(texts, rank, num_ranks, timeout, "ended" if has_ended else "")
-    if not any(told):
+    name, messages = meet(texts, rank, num_ranks, timeout, "ended" if has_ended else "")
+    if not any(messages):
         return None
     dist.destroy_process_group()
     return PrefixStore(f"lightning_pp/meeting/{name}", store)

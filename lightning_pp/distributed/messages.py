@@ -1,4 +1,4 @@
-"""What the last stage tells the other ranks of its pipeline in each batch, while all of them work on."""
+"""The last stage's message to the other ranks of its pipeline in each batch, while all of them continue."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MessageLine:
     thread's alone.
 
     Args:
-        groups: Control groups that nobody else uses.
+        groups: Control groups that no other code uses.
         device: Where this rank works; the thread makes it its own, or what it makes of tensors there would be done on
             the first device of the host.
     """
@@ -50,9 +50,9 @@ class MessageLine:
             produce: Makes the content, in another thread.
 
         Returns:
-            The content, or what ``produce`` raised, once the others have been told of the error as well.
+            The content, or what ``produce`` raised, once the others have got the error as well.
         """
-        return self._start(_tell, produce)
+        return self._start(_produce_and_send, produce)
 
     def listen(self) -> Future[Any]:
         """Receives the message of a batch.
@@ -100,7 +100,7 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None], device: torch.devi
         del job
 
 
-def _tell(message: Future[Any], groups: ControlGroups, tag: int, produce: Callable[[], Any]) -> None:
+def _produce_and_send(message: Future[Any], groups: ControlGroups, tag: int, produce: Callable[[], Any]) -> None:
     try:
         content = produce()
         payload = pickled((False, content), "What the step returned") if groups.batch is not None else b""

@@ -1,1 +1,1 @@
-"""``lightning-pp-doctor``: whether pipelines run on this machine as they should, told before a training does."""
+"""``lightning-pp-doctor``: checks whether pipelines run correctly on this machine, before a training runs."""

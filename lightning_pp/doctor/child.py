@@ -1,4 +1,4 @@
-"""What the process of a rank does for a check."""
+"""The process of a rank in a check."""
 
 from __future__ import annotations
 

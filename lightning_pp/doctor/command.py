@@ -50,15 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if num_tasks > 1 and "RANK" not in os.environ:
         parser.error(
-            f"srun has started {num_tasks} of these, which do not know of each other: srun --ntasks-per-node 1 "
-            "torchrun --nnodes ... --nproc-per-node ... -m lightning_pp.doctor"
+            f"srun has started {num_tasks} copies of the doctor, which do not know of each other: srun "
+            "--ntasks-per-node 1 torchrun --nnodes ... --nproc-per-node ... -m lightning_pp.doctor"
         )
     if asked.share_device is not None:
         team = Team(asked.share_device, shares_device=True)
     else:
         team = team_of(asked.devices if asked.devices or device_type == "cuda" else 2)
     if asked.devices is not None and asked.devices != team.num_ranks:
-        parser.error(f"--devices {asked.devices} differs from the {team.num_ranks} processes of the launcher: leave it")
+        parser.error(f"--devices {asked.devices} is not the launcher's {team.num_ranks} processes: leave --devices out")
     options = Options(device_type, asked.only or (), asked.quick, asked.longest)
     return _run(team, options, asked.json)
 

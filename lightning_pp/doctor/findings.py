@@ -1,4 +1,4 @@
-"""Plain data of the doctor: a check, and what was found."""
+"""Plain data of the doctor: checks and findings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_pp.rank_processes import Outcome
 
 
 class Status(str, Enum):
-    """How a finding stands; the worst comes last."""
+    """The status of a finding; the worst comes last."""
 
     NOT_APPLICABLE = "not applicable"
     OK = "ok"
@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rank:
-    """What a check is given on each rank.
+    """The arguments of a check on each rank.
 
     Attributes:
         rank: Global rank.
@@ -104,7 +104,7 @@ class Check:
         if not missing:
             assert self.judge is not None
             return self.judge([outcome.value for outcome in outcomes])
-        # an error of one rank ends the others, so it is told first
+        # an error of one rank ends the others, so it comes first
         missing.sort(key=lambda outcome: (not outcome.error, outcome.exit_code is None, outcome.seconds))
         found = "; ".join(_shortened(str(outcome)) for outcome in missing[:2])
         if len(missing) > 2:
@@ -114,7 +114,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Row:
-    """A finding with the check that it is of.
+    """A finding with its check.
 
     Attributes:
         check: Title of the check.

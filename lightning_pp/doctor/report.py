@@ -1,4 +1,4 @@
-"""What the doctor tells: a table for people, and a file to attach to an issue."""
+"""The output of the doctor: a table to read, and a file to attach to an issue."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def print_report(console: Console, rows: Sequence[Row], num_ranks: int, device_t
         previous = row.check
     console.print(table)
     counts = Counter(row.finding.status for row in rows)
-    told = ", ".join(f"{counts[status]} {status.value}" for status in Status if counts[status])
-    console.print(f"{told}; {seconds:.0f} s.", style=_STYLES[worst_status(rows)])
+    counted = ", ".join(f"{counts[status]} {status.value}" for status in Status if counts[status])
+    console.print(f"{counted}; {seconds:.0f} s.", style=_STYLES[worst_status(rows)])
 
 
 def worst_status(rows: Sequence[Row]) -> Status:
@@ -51,7 +51,7 @@ def worst_status(rows: Sequence[Row]) -> Status:
 
 
 def write_json(path: Path, rows: Sequence[Row], **about: Any) -> None:
-    """Writes all that is known, and what else is told of the run, to a file; its folder is made."""
+    """Writes all findings, and facts of the run, to a file; its folder is made."""
     data = {
         "format": 1,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -1,4 +1,4 @@
-"""Goes through the checks, one after the other."""
+"""Runs the checks one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks on one device. NCCL accepts one rank of each host there, so each rank is told to be a host."""
+"""Several ranks on one device. NCCL accepts one rank of a host there, so each rank claims to be a host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who watches which ranks: one process all of them, or each process of a launcher the one that it stands for."""
+"""Which process watches which ranks: one process watches all, or each process of a launcher its own rank."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ def check_activation_checkpointing(value: ActivationCheckpointing) -> None:
         return
     raise ConfigurationError(
         f"activation_checkpointing={value!r} must be True, 'auto', a list of names or patterns of units, a list of "
-        "operations whose outputs are saved (torch.ops.aten.mm.default, ...), or a policy function as "
-        "torch.utils.checkpoint.create_selective_checkpoint_contexts takes it."
+        "operations whose outputs are saved (torch.ops.aten.mm.default, ...), or a policy function for "
+        "torch.utils.checkpoint.create_selective_checkpoint_contexts."
     )
 
 

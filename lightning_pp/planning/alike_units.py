@@ -1,4 +1,4 @@
-"""Units that do the same: in a second dry run the first of each kind runs, and the others stand by."""
+"""Equal units: in a second dry run only the first of each kind runs, and its results stand for the others."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _WORTH_A_MOVE = 0.999
 
 @dataclass(frozen=True)
 class CutOptions:
-    """What the user says of the cuts.
+    """The user's options for cuts.
 
     Attributes:
         split_points: Names of the units that start stages 1, 2, ..., or None to balance.
@@ -192,7 +192,7 @@ def _moved(
 
 
 class _Steps:
-    """The time of a step for any cuts, by many of them at once.
+    """The time of a step, for many cuts at once.
 
     Args:
         program: The schedule of the step.

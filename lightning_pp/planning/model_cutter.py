@@ -55,7 +55,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class StepToCut:
-    """The step that a model is cut for.
+    """The step for which a model is cut.
 
     Attributes:
         batch: A batch of one replica.
@@ -122,7 +122,7 @@ class ModelCutter:
 
         Args:
             most_seconds: How long all units may take together; each distinct one runs once in any case.
-            tell: Is told which one is being measured.
+            tell: Called with the one that is being measured.
 
         Returns:
             What measures them; it has those of a model once that has been cut.

@@ -72,14 +72,14 @@ class BatchOptions:
             )
         dims = {} if self.batch_dim is None else self.batch_dim
         if not isinstance(dims, Mapping) or not all(type(dim) is int for dim in dims.values()):
-            raise ConfigurationError(f"batch_dim={dims!r} must be a dict of paths with the number of a dimension each.")
+            raise ConfigurationError(f"batch_dim={dims!r} must be a dict from paths of tensors to dimensions.")
         if self.split_batch is not None and self.batch_dim:
             raise ConfigurationError("split_batch= cuts the whole batch, so batch_dim= has no effect. Leave one out.")
 
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """What the user says of a pipeline, as far as it decides where a model is cut and in which order it runs.
+    """The user's options for a pipeline that decide where a model is cut and in which order it runs.
 
     Attributes:
         schedule: What is asked of the schedule.
@@ -116,8 +116,8 @@ class PipelineOptions:
             )
         if self.schedule.activation_offload and policy_of(self.activation_checkpointing) is not None:
             raise ConfigurationError(
-                "activation_offload=True cannot move what a policy of activation_checkpointing saves, which "
-                "checkpointed units keep themselves. Name units in activation_checkpointing, or leave "
+                "activation_offload=True cannot move the tensors that a policy of activation_checkpointing saves: "
+                "checkpointed units keep these themselves. Name units in activation_checkpointing, or leave "
                 "activation_offload out."
             )
         self.schedule.source.check_sizes("auto", self.batches.num_microbatches)
@@ -174,8 +174,8 @@ class PipelineOptions:
         """
         if size > 1 and self.schedule.activation_offload:
             raise ConfigurationError(
-                f"activation_offload=True does not work with tensor_parallel_size={size}: the parts that tensor ranks "
-                "hold of activations are not moved. Leave one of the two out."
+                f"activation_offload=True does not work with tensor_parallel_size={size}: tensor ranks hold parts of "
+                "activations, and parts are not moved. Leave one of the two out."
             )
         is_deferred = not self.schedule.whole_batch_loss
         return TensorRanks(size, self.tensor_parallel_plan, self.sequence_parallel, is_deferred)

@@ -1,4 +1,4 @@
-"""What a cut looks like: stages, their units with what they cost, and what crosses between stages."""
+"""The summary of a cut: stages, their units with costs, and the tensors sent between stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_pp.split.record.step_record import Reads, StepRecord, UnitCall, V
 
 @dataclass(frozen=True)
 class UnitSummary:
-    """One unit; what depends on the batch is for one microbatch.
+    """One unit; numbers that depend on the batch are for one microbatch.
 
     Attributes:
         name: Its fully qualified name.
@@ -73,7 +73,7 @@ class CrossingSummary:
 
 @dataclass(frozen=True)
 class StageSummary:
-    """One stage; what depends on the batch is for one microbatch.
+    """One stage; numbers that depend on the batch are for one microbatch.
 
     Attributes:
         stage: Its number.

@@ -1,4 +1,4 @@
-"""The units of this rank as the strategy's ``sharding=`` asks for, and programs with their gathers and reductions."""
+"""The units of this rank, sharded by the strategy's ``sharding=``, and programs with gathers and reductions."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def make_units(
 
 
 class ShardedPrograms:
-    """Programs with the gathers and reductions of this rank's units, and what carries them out.
+    """Programs with the gathers and reductions of this rank's units, and the object that executes them.
 
     Replicas have to gather and reduce in the same order, so all run the program of the one with the most microbatches,
     and leave out what they have not.

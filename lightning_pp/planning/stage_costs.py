@@ -1,4 +1,4 @@
-"""What stages cost: estimated from a dry run before anything is measured, and what a microbatch holds on them."""
+"""Costs of stages, estimated from a dry run before they are measured, and the memory of a microbatch on them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_pp.split.record.step_record import StepRecord
 
 BYTES_PER_GIB = float(1 << 30)
 HOST_GIB_PER_S = 40.0
-"""Of copies between a device and its host, in one direction while others are made in the other one.
+"""Speed of copies between a device and its host, in one direction while others run in the other one.
 
-An H200 over PCIe 5 was measured at 46 GiB/s so, from and to pinned memory, and at 51 in one direction alone.
+An H200 over PCIe 5 reached 46 GiB/s so, from and to pinned memory, and 51 in one direction alone.
 """
 
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """How fast a device is taken to be until it is measured; schedules depend on the ratios only.
+    """The assumed speed of a device until it is measured; schedules depend on the ratios only.
 
     Attributes:
         flops_per_ms: Floating point operations.

@@ -1,4 +1,4 @@
-"""From a whole model to what one rank holds of it. Knows torch.distributed, not Lightning."""
+"""From a whole model to one rank's part of it. Knows torch.distributed, not Lightning."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MOST_REFINEMENTS = 32
 
 @dataclass(frozen=True)
 class Refinement:
-    """Units in whose place their children are units, since cuts inside of them make a step shorter.
+    """Units that are replaced by their children, since cuts inside of them make a step shorter.
 
     Attributes:
         blocks: Their names.
@@ -188,7 +188,7 @@ class RecordedModel:
 
 @dataclass(frozen=True)
 class RecordingOptions:
-    """In which way a step is recorded.
+    """How a step is recorded.
 
     Attributes:
         compute_dtype: The dtype of parameters while their unit runs; None: their own.

@@ -1,4 +1,4 @@
-"""What one of the ranks that share matrices computes, holds and communicates, found without data and processes.
+"""Computation, memory and communication of one tensor rank, found without data and processes.
 
 Cuts are found as in training. Then the step is recorded once more, with one of each kind of unit on parts, by the rules
 that it trains with. So FLOPs, bytes and saved tensors are those of a rank, and the functions at the edges of cut code
@@ -49,7 +49,7 @@ class TensorRanks:
 
 
 class Traffic(NamedTuple):
-    """What a rank communicates with the others that share its matrices.
+    """The communication of a rank with its tensor group.
 
     Attributes:
         number: Collectives.
@@ -66,7 +66,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class OnParts:
-    """The step as one rank of several computes it.
+    """The step as one of several tensor ranks computes it.
 
     Attributes:
         size: Ranks that share the matrices.
@@ -172,12 +172,12 @@ def cut_on_parts(
     watch = _TrafficWatch(ranks.size, alike)
     cuts = _found(units, fake_parameters, record, calls, ranks) if like is None else like.cuts
     found, cut = cuts.units, cuts.fake_parameters
-    cuts.group.tell = watch.note
+    cuts.group.on_communication = watch.note
     try:
         with found.running_on_parts():
             on_parts = replace(alike.filled(record, alike.recorded(again, cut)), num_tensor_ranks=ranks.size)
     finally:
-        cuts.group.tell = lambda *_: None  # graphs on fakes hold the group where no collector sees what it holds
+        cuts.group.on_communication = lambda *_: None  # graphs on fakes keep the group alive
     cut.names = {name: cut.parameter(name) for name in cut.names}  # which does not keep the parameters themselves
     num_parameters = {name: sum(p.numel() for p in unit.parameters()) for name, unit in units.items()}
     for name in num_parameters:

@@ -1,4 +1,4 @@
-"""Which unit runs where, chosen before the model is cut: cuts, placement, and the program to begin with."""
+"""Chooses cuts, placement and the first program, before the model is cut."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """What a layout is chosen from.
+    """The inputs for the choice of a layout.
 
     Attributes:
         options: What the user asks of the schedule.

@@ -103,8 +103,8 @@ class ByteGPT(RecipeModule):
         """Map byte values [B, T] (int64) to the next byte's logits [B, T, V]."""
         if input_ids.shape[1] > self.max_seq_len:
             raise ValueError(
-                f"sequences of {input_ids.shape[1]} bytes, but positions for {self.max_seq_len}: "
-                "raise max_seq_len, or shorten the sequences"
+                f"sequences of {input_ids.shape[1]} bytes, but the model has {self.max_seq_len} positions: raise "
+                "max_seq_len, or shorten the sequences"
             )
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.embedding(input_ids) + self.position(positions)

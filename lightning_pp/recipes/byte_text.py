@@ -117,7 +117,7 @@ class ByteCrops(Dataset[dict[str, Tensor]]):
 
 
 class ResumableLoader(DataLoader[dict[str, Tensor]]):
-    """Goes on within an epoch where it stood when its state was taken, as Lightning does with the loaders of a fit."""
+    """Resumes within an epoch from its saved state, which Lightning saves and loads for the loaders of a fit."""
 
     _start = _position = 0
 

@@ -41,7 +41,7 @@ def find_tokenizer(name: str, end: str | None) -> Encoder:
     """
     if name == "byte":
         if end:
-            raise ConfigurationError(f"the end token {end}: bytes have no further tokens")
+            raise ConfigurationError(f"the end token {end} does not exist: the tokenizer 'byte' has only the 256 bytes")
         return Encoder(name, 256, None, lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts])
     path = Path(name).expanduser()
     if not path.exists():

@@ -1,4 +1,4 @@
-"""What the models of the recipes share: steps that log a loss, weight decay, and how the learning rate changes."""
+"""Shared by the models of the recipes: steps that log a loss, weight decay, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def warmup_cosine(step: int, num_warmup_steps: int, num_steps: int, floor: float
 
 
 class RecipeModule(L.LightningModule):
-    """What the models of the recipes share: steps that log a loss, and how they are optimized.
+    """Shared by the models of the recipes: steps that log a loss, and the optimizer.
 
     Args:
         learning_rate: Peak of a cosine schedule after the warm-up.

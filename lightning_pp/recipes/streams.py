@@ -1,4 +1,4 @@
-"""Training on a stream of the library ``datasets``: documents are read, tokenized and packed into rows as they come.
+"""Training on a stream of the library ``datasets``: documents are read, tokenized and packed into rows during training.
 
 Shape letters: B rows, T tokens of a row.
 """
@@ -61,7 +61,7 @@ class PackedRows(IterableDataset[dict[str, Tensor]]):
 
 
 class StreamLoader(DataLoader[dict[str, Tensor]]):
-    """Batches of :class:`PackedRows`; within an epoch it goes on where its state was taken.
+    """Batches of :class:`PackedRows`; resumes within an epoch from its saved state.
 
     A resumed training reads the batches of the epoch that were trained once more, and drops them.
 
@@ -270,5 +270,5 @@ def text_of(document: Mapping[str, Any], field: str, place: str) -> str:
         )
     text = document[field]
     if not isinstance(text, str):
-        raise ConfigurationError(f"{place}: {field} is a {type(text).__name__}, and no text")
+        raise ConfigurationError(f"{place}: {field} is a {type(text).__name__}, not text")
     return text

@@ -18,15 +18,15 @@ from lightning_pp.recipes.optimization import RecipeModule
 
 
 class TransformersModule(RecipeModule):
-    """A model of transformers with its own loss; a subclass names the class of models and says what they are given.
+    """A model of transformers with its own loss; a subclass names the class of models and chooses their arguments.
 
     Args:
         model_type: The transformers name of an architecture, for example ``gpt2`` or ``llama``: its fresh weights.
-        config: Keyword arguments of that architecture's configuration class; with ``directory``, what replaces values
-            of its ``config.json``.
+        config: Keyword arguments of that architecture's configuration class; with ``directory``, new values for
+            fields of its ``config.json``.
         directory: A model directory on this machine, as ``save_pretrained`` writes it, in place of ``model_type``.
-        weights: Whether each process reads the weights of ``directory``. False leaves them fresh, for the pipeline's
-            ``initial_weights`` to read: each process reads only its own part then.
+        weights: Whether each process reads the weights of ``directory``. False: the pipeline's
+            ``initial_weights`` reads them instead, each process only its own part.
         lora: Keyword arguments of ``peft.LoraConfig``, such as ``r`` and ``target_modules``. What it adds is trained,
             the rest is frozen. None trains all.
         learning_rate: Peak of a cosine schedule after the warm-up.
@@ -90,7 +90,7 @@ class TransformersModule(RecipeModule):
             self.model = kind.from_config(self.config, dtype=dtype)
         elif _without_memory():
             raise ValueError(
-                f"meta_init makes parameters without memory, so the weights of {self.directory} have no place. Give "
+                f"meta_init makes parameters without memory, so the weights of {self.directory} cannot be loaded. Give "
                 f"model.weights=false and strategy.initial_weights={self.directory}, or leave strategy.meta_init out."
             )
         else:

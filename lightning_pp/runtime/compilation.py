@@ -55,7 +55,7 @@ def check_compile_options(compile: bool | Mapping[str, Any]) -> dict[str, Any] |
 
 
 class CompiledUnits:
-    """Runs the forward of each unit as ``torch.compile`` makes it; what surrounds it (hooks, gathers) stays eager.
+    """Runs the forward of each unit compiled; the code around it (hooks, gathers) stays eager.
 
     A unit is compiled in two forms, each when it is first needed: for a backward that is split, with weight gradients
     that wait for W (:class:`~lightning_pp.runtime.split_backward.compiled.DeferringBackend`), and for all else as

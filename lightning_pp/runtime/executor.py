@@ -212,7 +212,7 @@ class PipelineExecutor:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An F, I, W or B of this rank's program with all that is known of it before the step."""
+    """An F, I, W or B of this rank's program with everything known before the step."""
 
     stop: Stop
     kind: ActionKind
@@ -225,7 +225,7 @@ class _Entry:
 
 
 class _Step:
-    """One step on one rank: what each kind of action does, and what is kept from one action to another.
+    """One step on one rank: a method for each kind of action, and the state between actions.
 
     Args:
         inputs: The step's work.

@@ -1,4 +1,4 @@
-"""What autograd has saved in F, on the host until its backward: OFFLOAD and RELOAD.
+"""Keeps the tensors that autograd saved in F on the host until their backward: OFFLOAD and RELOAD.
 
 Hooks around F see what autograd saves. Each memory is copied once, whole, however many tensors lie in it; parameters,
 buffers, the batch and what was received stay. On CUDA the host's memory is pinned, and each direction has a stream::
@@ -83,7 +83,7 @@ class Offloader:
 
 
 class _Memory:
-    """A memory that autograd has saved tensors in.
+    """A storage in which autograd has saved tensors.
 
     Attributes:
         num_bytes: Its size.
@@ -109,7 +109,7 @@ class _Memory:
 
 
 class _Packed(NamedTuple):
-    """What autograd keeps in the place of a tensor."""
+    """The object that autograd keeps in place of a tensor."""
 
     memory: _Memory
     dtype: torch.dtype
@@ -119,7 +119,7 @@ class _Packed(NamedTuple):
 
 
 class SavedTensors:
-    """What autograd saves in the F of one microbatch on one stage.
+    """The tensors that autograd saves in the F of one microbatch on one stage.
 
     Args:
         offloader: Copies it.
@@ -201,7 +201,7 @@ class SavedTensors:
         packed.memory.check()
         content = packed.memory.content
         if content is None:
-            raise RuntimeError("A backward has come before the RELOAD of what its forward saved, which is on the host.")
+            raise RuntimeError("A backward began before the RELOAD of what its forward had saved on the host.")
         with torch.no_grad():
             empty = torch.empty(0, dtype=packed.dtype, device=content.device)
             return empty.set_(content.untyped_storage(), packed.offset, packed.shape, packed.stride)

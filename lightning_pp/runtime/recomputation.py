@@ -18,7 +18,7 @@ from lightning_pp.split.unit_calls.selective_policy import Policy
 
 
 class Recomputation:
-    """Runs the calls of some units so that they are run again in backward.
+    """Runs the calls of some units in such a way that backward runs them again.
 
     Args:
         units: Names of the units.

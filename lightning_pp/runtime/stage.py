@@ -1,4 +1,4 @@
-"""Running the user's step on one stage: forward with fakes for what is not owned, backward from what was sent."""
+"""Runs the user's step on one stage: forward with fakes for other stages' parameters, backward from sent tensors."""
 
 from __future__ import annotations
 

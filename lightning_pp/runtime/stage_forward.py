@@ -1,4 +1,4 @@
-"""The forward of one microbatch on one stage: which unit calls run, what stands in for the others, what is kept."""
+"""The forward of one microbatch on one stage: runs own units, replaces calls of others, keeps tensors to send."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from lightning_pp.split.unit_calls.operations import NoteFunction, OperationCall
 
 
 class StageFinished(BaseException):
-    """Leaves the user's step; not an Exception, so that no ``except Exception`` of the user's swallows it."""
+    """Ends the user's step; not an Exception, so that no ``except Exception`` of the user catches it."""
 
 
 @dataclass(slots=True)
 class InFlight:
-    """What a stage keeps of one microbatch between its forward and its last backward action.
+    """The state of one microbatch on a stage between its forward and its last backward action.
 
     Attributes:
         received: Leaves of the autograd graph: received tensors that a gradient is returned for.
@@ -114,9 +114,9 @@ class _Call:
 _KNOWN_IN_ADVANCE = (
     "Every stage must know in advance which units a step calls. The choice may depend on the values of a microbatch, "
     "on batch_idx, on what the module reads from its trainer (self.global_step, self.current_epoch) and on its plain "
-    "attributes. A sum, a count or any() over samples is the whole batch's while the step runs, but not when it is "
-    "recorded: make a choice by these inside a unit. If it depends on something else (a global variable, the inside of "
-    "another object, a trainer not reached through the module), set dynamic_step=True on the strategy."
+    "attributes. Make a choice by a sum, a count or any() over samples inside a unit: these cover the whole batch "
+    "while the step runs, but not when it is recorded. If it depends on something else (a global variable, the inside "
+    "of another object, a trainer not reached through the module), set dynamic_step=True on the strategy."
 )
 
 
@@ -127,7 +127,7 @@ _LOGITS_USED = (
 
 
 class StageCalls:
-    """What a plan says of one stage, laid out for the forwards of all microbatches that follow the plan.
+    """A plan's part for one stage, prepared for the forwards of all microbatches that follow the plan.
 
     Args:
         plan: The plan.
@@ -192,7 +192,7 @@ def _another_size(call: _Call, leaf: int, tensor: Tensor, spec: TensorSpec) -> S
     if leaf < 0:
         what, foreseen = (
             "A tensor that is not an output",
-            "Foreseen by the sizes of its tensor inputs was",
+            "By the sizes of the unit's inputs it should have",
         )
     return SplitError(
         f"{what} of the unit {call.unit!r} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}. {foreseen} "
@@ -376,7 +376,7 @@ class StageForward:
         """Raises :class:`SplitError` if the step has not come to what crosses before the call that it comes to now."""
         assert self._operations is not None
         for number, operation in operations.items():
-            if not self._operations.have_come(self._stage.record, [number]):
+            if not self._operations.have_run(self._stage.record, [number]):
                 raise SplitError(lost_operation(operation.place, operation.line))
 
     def receive_the_rest(self) -> None:

@@ -1,4 +1,4 @@
-"""When each action of a step waited and worked."""
+"""The times at which each action of a step waited and worked."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StepTimer:
 
     Args:
         device: Where the actions work.
-        is_on: Whether somebody will ask; otherwise no time is taken.
+        is_on: Whether times are needed; otherwise none is taken.
 
     Attributes:
         sent_bytes: What each stage of this rank sends to other ranks in the step.

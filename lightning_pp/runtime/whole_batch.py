@@ -1,4 +1,4 @@
-"""The end of a step on the whole batch: joining what microbatches gave, one run of the tail, splitting its gradients.
+"""The end of a step on the whole batch: joins values of microbatches, runs the tail once, splits its gradients.
 
 On the rank of the last stage, with :mod:`lightning_pp.split.record.whole_batch`'s plan::
 
@@ -119,9 +119,9 @@ class TailRun:
             if join.rows_per_sample > 1 and join.rows_per_sample not in orders.by_sample:
                 call = record.calls[value.call]
                 raise SplitError(
-                    f"The unit {call.unit!r} ({call.line}) gives {join.rows_per_sample} rows for each sample, and the "
-                    "code after the last unit needs them for the whole batch. Nothing that the units are given shows "
-                    "whether the rows of one sample stand together. Keep a dimension for the samples alone: return "
+                    f"The unit {call.unit!r} ({call.line}) returns {join.rows_per_sample} rows for each sample, and "
+                    "the code after the last unit needs them for the whole batch. The inputs of the units do not show "
+                    "whether the rows of one sample are neighbours. Keep a dimension for the samples alone: return "
                     "[samples, rows, ...] from the unit and reshape after the last unit."
                 )
             tensors = [part.pop(value).detach() for part in parts]
@@ -164,7 +164,7 @@ def _opened(tensor: Tensor, dim: int, rows: int, num_samples: int) -> Tensor:
 
 
 class _RowWatch:
-    """Compares what units get of the batch alone in microbatches and in the whole batch.
+    """Compares the inputs that units get from the batch alone, in microbatches and in the whole batch.
 
     It shows in which order rows stand where there are several for each sample, and code before the tail that works
     across samples (a sort, a mean over the batch), which gives a microbatch something else than its part of the batch.

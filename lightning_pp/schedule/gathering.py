@@ -1,4 +1,4 @@
-"""When to gather and when to free, so that few gathers are made within a budget and none is waited for needlessly.
+"""When to gather and free, for few gathers within a budget and no needless waits for them.
 
 Gathered parameters are to a rank what pages are to a computer with little memory, with one advantage: the program tells
 every use beforehand. So
@@ -28,7 +28,7 @@ MOST_EXTRA_GATHERS = 1.25
 
 @dataclass(frozen=True)
 class GatherStep(Generic[Item]):
-    """What to do between two uses.
+    """The gathers and frees between two uses.
 
     Attributes:
         frees: Items to free, first.

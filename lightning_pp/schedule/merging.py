@@ -1,4 +1,4 @@
-"""Turn I and W that follow each other into B where that delays nobody, since a split backward costs more, and back."""
+"""Turn neighbouring I and W into B where that delays no rank, since a split backward costs more, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_pp.schedule.simulation.execution import CostTables
 
 
 def merge_first_stage(schedule: Schedule) -> Schedule:
-    """Merge on stage 0, whose input gradient nobody waits for."""
+    """Merge on stage 0, for whose input gradient no rank waits."""
     rank = schedule.placement.rank_of_stage[0]
     program = schedule.coded[rank]
     merged = _merged(program, program.parts()[1] == 0)

@@ -1,4 +1,4 @@
-"""OFFLOAD and RELOAD in any program: what waits long for its backward waits on the host.
+"""OFFLOAD and RELOAD in any program: tensors that wait long for their backward wait on the host.
 
 From its F to its I or B, a microbatch holds what autograd has saved. Where this time is long enough for a copy to the
 host and one back, beside the computation, memory of the device is free in between and no rank waits: PipeOffload (Wan
@@ -90,7 +90,7 @@ def _with_copies(program: CodedProgram, start_ms: Times, end_ms: Times, costs: R
 
 
 class _Link:
-    """When copies of one direction are made. For those that come back, time runs from the end of the step."""
+    """The times of copies in one direction. For copies back to the device, time runs from the end of the step."""
 
     def __init__(self, slack: float) -> None:
         self._taken: list[tuple[float, float]] = []

@@ -19,7 +19,7 @@ from lightning_pp.schedule.validation import limit_of_each_rank
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """What a family is asked for; sizes are checked already.
+    """The request to a family; its sizes have been checked.
 
     Attributes:
         num_ranks: Number of ranks of the pipeline, ``p``.

@@ -1,4 +1,4 @@
-"""UNSHARD, RESHARD and REDUCE in any program: which of them a rank does, and when.
+"""Puts UNSHARD, RESHARD and REDUCE into any program.
 
 ====================  ==================================================================================================
 mode                  what is inserted
@@ -42,7 +42,7 @@ _ENDS_GRADIENTS = (ActionKind.W, ActionKind.B)
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is sharded, how large it is, and how much of it may be gathered.
+    """The sharded units, their sizes, and the budget for gathered parameters.
 
     Attributes:
         mode: See the module.
@@ -91,7 +91,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class ActionUses:
-    """Where one action stands in the uses of a :class:`UnitPlan`.
+    """The place of one action among the uses of a :class:`UnitPlan`.
 
     Attributes:
         first: Its first use, or that of the next action that has one.

@@ -1,4 +1,4 @@
-"""Check that a schedule can be run, and say exactly where it cannot; a second for a million actions."""
+"""Check that a schedule can be run, and name the cell where it cannot; takes a second for a million actions."""
 
 from __future__ import annotations
 

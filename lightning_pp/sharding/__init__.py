@@ -1,4 +1,4 @@
-"""Sharding inside stages: what data-parallel ranks and stages share, and how its gradients come together.
+"""Sharding inside stages: parameters that data-parallel ranks and stages share, and the sums of their gradients.
 
 This layer knows torch.distributed; when things happen is the runtime's to say.
 

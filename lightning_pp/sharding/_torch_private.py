@@ -1,6 +1,6 @@
 """The private names of torch that sharding uses, and names that differ between its versions; nothing else uses any.
 
-What the installed version lacks is told where it is used.
+A name that the installed version lacks raises an error at its first use.
 
 FSDP2 is used for two things: sharded parameters and gathering them, both by its public calls. Its module hooks decide
 when to gather, free and reduce, from the order in which autograd visits modules; a pipeline has an order of its own, so

@@ -63,7 +63,7 @@ class ShardedUnits:
             host, and the optimizer steps there.
         before_sharding: Called with those units that are about to be sharded together, to give their parameters memory
             and values: nothing of the ones that follow has to have any yet.
-        clock: Times gathers and reductions; None: nobody looks.
+        clock: Times gathers and reductions; None: no times.
 
     Raises:
         ConfigurationError: A unit contains another, or the trainable parameters of a unit differ in dtype.
@@ -98,7 +98,7 @@ class ShardedUnits:
 
         # no list of all parameters may outlive this line: each is freed as soon as it is sharded
         self.replicated = _parameters_in_units([*never_sharded(units), *replicated], units)
-        """The parameters of the units that are left whole; somebody else has to reduce their gradients."""
+        """The parameters of the units that are left whole; other code must reduce their gradients."""
         for names in groups_sharing_parameters(units, set(self.replicated)):
             together = {name: units[name] for name in names}
             if before_sharding is not None:
@@ -136,7 +136,7 @@ class ShardedUnits:
             is_ragged: Whether some rank of the mesh leaves out parts of that program.
 
         Returns:
-            What has to be told which action is next.
+            The object that must know which action is next.
         """
         groups = {group.name: group for group in self._groups}
         windows = None
@@ -208,7 +208,7 @@ class ShardedUnits:
         if not slots:
             return
         for reduction in self._reductions:
-            reduction.let_go()
+            reduction.release()
         while self._reductions and self._reductions[0].is_done:
             finish_all([self._reductions.pop(0)])
         dtype = self.mp_policy.reduce_dtype or slots[0].registered.dtype
@@ -277,7 +277,7 @@ class ShardedUnits:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, calls of units neither gather nor free, as when fakes stand in for the parameters; casts remain."""
+        """In the block, calls of units neither gather nor free, as parameters may be fake; casts remain."""
         self._hooks.is_paused, before = True, self._hooks.is_paused
         try:
             yield

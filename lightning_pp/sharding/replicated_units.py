@@ -26,9 +26,9 @@ class ReplicatedUnits:
     Args:
         units: The units by name. Units that share a parameter are reduced together.
         group: The data-parallel ranks, which hold the same values.
-        replicated: Parameters that somebody else reduces, as those used outside their unit.
+        replicated: Parameters that other code reduces, as those used outside their unit.
         dtype: The dtype of the sum; None: that of each parameter.
-        clock: Times the collectives; None: nobody looks.
+        clock: Times the collectives; None: no times.
 
     Raises:
         ConfigurationError: A unit contains another.

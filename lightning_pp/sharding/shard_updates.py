@@ -1,4 +1,4 @@
-"""Updates of sharded parameters that see shards as plain tensors, so that torch's fused and foreach ways apply.
+"""Updates of sharded parameters on shards as plain tensors, so that torch's fused and foreach kernels apply.
 
 To torch's optimizers a DTensor is a type of its own: it is updated alone, each operation of it in Python, and not in
 one call with plain parameters. What an elementwise optimizer does to a shard needs nothing but the shard, its gradient
@@ -105,7 +105,7 @@ def forget_shards(optimizer: Optimizer) -> None:
 
 
 class _ShardUpdates:
-    """The hooks of an optimizer that put shards in the place of DTensors, and back.
+    """The hooks of an optimizer that replace DTensors by shards, and back.
 
     Everybody but the update itself sees DTensors: closures, hooks before and after the step, and state dicts.
     """

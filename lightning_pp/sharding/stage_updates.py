@@ -1,4 +1,4 @@
-"""Updates by an optimizer that has part of a model's parameters: without empty groups, and of each by itself."""
+"""Updates by an optimizer with part of a model's parameters: without empty groups, each parameter by itself."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def _refuse_combining(optimizer: Optimizer) -> None:
         except Exception as error:
             rank_zero_warn(
                 f"{type(optimizer).__name__} failed on copies of a few parameters ({type(error).__name__}: {error}). "
-                "So it is not known whether an update of it combines parameters. If it does, weights differ from those "
-                "of one device, because each rank updates only its own parameters."
+                "So it is not known whether its update combines parameters. If it does, weights differ from those of "
+                "one device, because each rank updates only its own parameters."
             )
             return
     # the first draws the same random numbers in both, later ones do not

@@ -29,7 +29,7 @@ from lightning_pp.sharding.units.one_owner import chunk_of, gather_to, group_of,
 
 
 class WholeUpdates:
-    """The hooks of an optimizer by which it sees whole parameters.
+    """The hooks of an optimizer that show it whole parameters.
 
     Args:
         optimizer: It may hold other optimizers, whose groups or state it may share.
@@ -229,7 +229,7 @@ class WholeUpdates:
 
 
 class _Tensor:
-    """What a tensor that another rank holds is like."""
+    """The shape and dtype of a tensor on another rank."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._shape, self._dtype, self._is_on_host = tensor.shape, tensor.dtype, tensor.device.type == "cpu"

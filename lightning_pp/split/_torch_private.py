@@ -1,6 +1,6 @@
 """The private names of torch that splitting uses; nothing else in this layer uses any.
 
-What the installed version lacks is told where it is used.
+A name that the installed version lacks raises an error at its first use.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def running_autograd_function() -> bool:
 
 
 def without_current_function_mode() -> AbstractContextManager[Any]:
-    """Within, the function mode on top is off."""
+    """In the block, the function mode on top is off."""
     popped: AbstractContextManager[Any] = _pop_function_mode()
     return popped
 
@@ -216,7 +216,7 @@ class OperationsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @uses("torch._is_all_true")
 @contextmanager
 def distributions_check_what_is_here(is_missing: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Within, :mod:`torch.distributions` validate those of their arguments whose values are not missing."""
+    """In the block, :mod:`torch.distributions` validate those of their arguments whose values are not missing."""
     original = torch._is_all_true
 
     def is_all_true(valid: Tensor) -> Any:
@@ -232,7 +232,7 @@ def distributions_check_what_is_here(is_missing: Callable[[Tensor], bool]) -> It
 @uses("torch.nn.Module._apply")
 @contextmanager
 def replaced_module_apply(apply: Callable[..., nn.Module]) -> Iterator[None]:
-    """Within, ``Module.to`` and the like call ``apply(original, module, function)`` for each module by itself."""
+    """In the block, ``Module.to`` and the like call ``apply(original, module, function)`` for each module by itself."""
     original: Any = nn.Module._apply
 
     def replaced(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -1,7 +1,7 @@
 """The private names of Lightning and torchmetrics that the strategy uses; nothing else in this layer uses any.
 
-What the installed version lacks is told where it is used. Names that classes of this package override are
-checked when a strategy is made (:func:`check_overridden_names`), since nothing would call them if they moved.
+A name that the installed version lacks raises an error at its first use. Names that classes of this package override
+are checked when a strategy is made (:func:`check_overridden_names`), since nothing would call them if they moved.
 """
 
 from __future__ import annotations
@@ -449,7 +449,7 @@ def reductions_of(metric: Metric) -> Mapping[str, Callable[[Any], Any] | None]:
 @uses("torchmetrics.Metric._to_sync")
 @contextmanager
 def computing_locally(metric: Metric) -> Iterator[None]:
-    """Within, ``compute`` does not sync ``metric``; what it gave is not kept for later calls."""
+    """In the block, ``compute`` does not sync ``metric``; what it gave is not kept for later calls."""
     with _kept(metric, "_to_sync"):
         metric._to_sync = False
         try:

@@ -1,4 +1,4 @@
-"""What joins this rank to the others of its pipeline and to its replicas, and makes anew what an error has ended."""
+"""Groups that join this rank to its pipeline and its replicas; makes them again after an error has ended them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_pp.split.side_effects.generators import GeneratorStates
 
 
 class Connection:
-    """The groups of one rank. Every rank has to make it, and to call every method but :meth:`abandon`.
+    """The groups of one rank. Every rank must make it, and must call every method but :meth:`abandon`.
 
     An error on one rank ends what the other ranks of its pipeline wait for, so all of them leave the run with an error;
     the next run starts with :meth:`recover`.
@@ -58,7 +58,7 @@ class Connection:
         return self._messages
 
     def set_last_stage(self, rank: int) -> None:
-        """Tells which pipeline rank holds the last stage, from which messages come."""
+        """Sets the pipeline rank of the last stage, which sends messages."""
         self.groups = replace(self.groups, last_stage_rank=rank)
         self._messages = MessageLine(replace(self._new_groups(), last_stage_rank=rank), self._device)
 

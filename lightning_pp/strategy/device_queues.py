@@ -1,4 +1,4 @@
-"""What may wait on a CUDA device: work behind a receive in a hardware queue, and the host behind queued work."""
+"""Waits on a CUDA device: of work behind a receive in a hardware queue, and of the host for queued work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME, _MOST = "CUDA_DEVICE_MAX_CONNECTIONS", 32
 
 
 def use_all_queues(device: torch.device) -> None:
-    """Sets ``CUDA_DEVICE_MAX_CONNECTIONS`` to 32, the most there are, or tells why it cannot; before CUDA starts.
+    """Sets ``CUDA_DEVICE_MAX_CONNECTIONS`` to its maximum of 32, before CUDA starts, or warns why it cannot.
 
     By default a device has 8 queues, and streams share them. Work behind a posted receive in one queue waits for its
     message, be it of another stream (https://github.com/NVIDIA/nccl/issues/783).
@@ -37,7 +37,7 @@ def use_all_queues(device: torch.device) -> None:
 
 
 def advise_pinned_memory(batch: Any, device: torch.device) -> None:
-    """Tells if ``batch``, as its loader yields it, lies where CUDA cannot copy it from beside other work."""
+    """Warns if ``batch``, as its loader yields it, is not in pinned memory."""
     if device.type == "cuda" and any(not (tensor.is_cuda or tensor.is_pinned()) for tensor in tensors_of(batch)):
         rank_zero_warn(
             "Batches are not in pinned memory. Copying one to the device may wait for all work queued there, and the "

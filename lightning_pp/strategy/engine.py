@@ -1,4 +1,4 @@
-"""What runs a split module on one rank: data in, losses, logs and gradients out."""
+"""Runs a split module on one rank: data in, losses, logs and gradients out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_pp.schedule import Schedule, StageCosts
 from lightning_pp.sharding.units.collective_times import CollectiveTimes
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.run import DryRun
-from lightning_pp.strategy.autotune.compiled_backward import compiled_units, tell_of_compiled
+from lightning_pp.strategy.autotune.compiled_backward import compiled_units, log_uncompiled
 from lightning_pp.strategy.autotune.plan_facts import model_facts, plan_facts
 from lightning_pp.strategy.autotune.profiling import TunedPrograms
 from lightning_pp.strategy.batch.checks import BatchChecks
@@ -226,7 +226,7 @@ class PipelineEngine:
         return not self._programs.measures
 
     def plan_facts(self) -> PlanFacts:
-        """What a diagnosis asks of the plan."""
+        """The facts of the plan for a diagnosis."""
         return plan_facts(self.split, self._options, self._model.memory, self.device.type)
 
     def facts(self) -> dict[str, int | str | bool]:
@@ -251,7 +251,7 @@ class PipelineEngine:
         return output
 
     def _skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A batch for which the training step returns None: only what it logs and keeps."""
+        """A batch for which the training step returns None: only its logs and attributes are kept."""
         if self._run("training_step", args, kwargs, 1.0, trains=False, reduce=False) is not None:
             raise ConfigurationError(SKIPPED_IN_PART)
 
@@ -288,7 +288,7 @@ class PipelineEngine:
             self.has_failed = False
         if call.training and self._compiled_units is not None and self.num_batches_trained == 1:
             splits_backward = self.last_training_step is not None and self.last_training_step[0].splits_backward
-            tell_of_compiled(self.groups, self._compiled_units, splits_backward=splits_backward)
+            log_uncompiled(self.groups, self._compiled_units, splits_backward=splits_backward)
         self._comparison.compare(call, batch)
         with self._model.cutter.noted(batch, len(microbatches)):
             is_checked = self._checks.check(call, batch, microbatches, self._seed)
@@ -383,7 +383,7 @@ class PipelineEngine:
         )
 
     def _receive(self, report: BatchReport, run: BatchRun) -> Any:
-        """What the step returned for the batch; what it logged and changed on the module is there from now on."""
+        """The step's output for the batch; its logs and its changes to the module are applied."""
         try:
             output, changes = report.receive_and_apply(self.module, run.call.batch_idx)
         except RankStoppedError:

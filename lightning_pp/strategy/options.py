@@ -1,4 +1,4 @@
-"""The options of the strategy: documented here alone, checked as soon as they are given, and handed on in groups."""
+"""The options of the strategy: documented here alone, checked at once, and passed on in groups."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RunOptions:
 
     @property
     def needs_engine(self) -> bool:
-        """Whether something is asked for that a pipeline's engine does with one stage too."""
+        """Whether an option needs the pipeline's engine even with one stage."""
         return bool(self.compile or self.meta_init or self.async_checkpoint or self.initial_weights is not None)
 
 
@@ -83,11 +83,11 @@ class StrategyOptions(MeshStrategy):
         data_parallel_size: Number of replicas of the pipeline. ``"auto"``: devices / ``pipeline_parallel_size``.
         tensor_parallel_size: Number of neighbouring ranks that share the matrices of each stage, and its batches. The
             product of the three sizes is the number of devices.
-        tensor_parallel_plan: Which matrices are cut over the tensor ranks. ``"auto"``: those that the recorded step
-            shows can be. Or a dict from names or patterns of modules to ``"colwise"``, ``"rowwise"``, ``"auto"`` or
-            ``"replicate"``. In the first batch each distinct unit is compared with itself run whole.
+        tensor_parallel_plan: Which matrices are cut over the tensor ranks. ``"auto"``: all that can be cut, as the
+            recorded step shows. Or a dict from names or patterns of modules to ``"colwise"``, ``"rowwise"``,
+            ``"auto"`` or ``"replicate"``. In the first batch each distinct unit is also run whole, and compared.
         sequence_parallel: Compute norms, dropout and sums between two cut matrices of a unit on parts of the sequence.
-            It takes less memory, and as many bytes are communicated.
+            It takes less memory and communicates the same number of bytes.
         num_microbatches: Number of slices of each batch along dimension 0. ``"auto"``: 2 to 4 per pipeline rank.
         schedule: Name of a schedule (:func:`lightning_pp.schedule.available_schedules`), a CSV file, or ``"auto"``. A
             CSV file has torch's notation and fixes placement and order, also for fewer microbatches. ``"auto"`` chooses
@@ -99,8 +99,8 @@ class StrategyOptions(MeshStrategy):
         save_costs: JSON file to which rank 0 writes measured costs, with any schedule.
         num_profiled_batches: Number of training batches that are measured, after two for warm-up.
         memory_limit_gib: Most GiB that a rank may hold for microbatches between their F and their W, with any schedule.
-            It counts what autograd saves and what waiting weight gradients keep. Without it ``"auto"`` holds at most
-            what ``zb_h2`` would, two microbatches per pipeline rank.
+            It counts tensors that autograd saves, or that deferred weight gradients keep. Without it ``"auto"``
+            holds at most two microbatches per pipeline rank, as ``zb_h2`` does.
         device_memory_gib: Most GiB that a rank may hold altogether; cuts and ``"auto"`` keep to it. The dry run
             estimates parameters, gradients, optimizer state, activations, and buffers of messages and gathers. On a
             device, communicators are measured too. Leave room for temporaries of operations, the allocator, CUDA, and
@@ -116,12 +116,12 @@ class StrategyOptions(MeshStrategy):
             outputs or changed attributes ends the run; the error says where samples are coupled.
         auxiliary_losses: Reaction to an auxiliary loss that is made of all samples together, such as the balance loss
             of a mixture of experts. ``"error"``: the check of the first batches ends the run. ``"per_microbatch"``:
-            each microbatch has its own, as under gradient accumulation, and they are averaged by numbers of samples.
-            The rest of the loss stays that of the batch.
+            each microbatch computes its own, as under gradient accumulation, and they are averaged with the numbers of
+            samples as weights. The rest of the loss stays that of the batch.
         dynamic_step: Rehearse each microbatch before it runs, to find out which units it calls; about 0.1 ms per call.
-            Set it only if an error asks for it: the calls then depend on what the pipeline cannot see.
+            Set it only if an error says so: the calls then depend on something that the pipeline cannot see.
         on_nonfinite: Reaction to a NaN or infinite loss, or gradient before an update. ``"error"``: the run ends with a
-            :class:`~lightning_pp.errors.NonFiniteError` before anything is updated with it. ``"skip"``: all ranks skip
+            :class:`~lightning_pp.errors.NonFiniteError` before any update uses it. ``"skip"``: all ranks skip
             the update, with a warning. ``"ignore"``: nothing is checked. ``"error"`` and ``"skip"`` do not save weights
             that are not finite. ``16-mixed`` skips by its scaler.
         unequal_data: Reaction to ranks with different numbers of batches. ``"error"``: the run ends and names both
@@ -146,15 +146,15 @@ class StrategyOptions(MeshStrategy):
             It works with one replica, but not with ``"replicate"``.
         data_parallel_replicate_size: Number of data-parallel ranks that hold the same shards (HSDP); a divisor of
             ``data_parallel_size``. Gathers stay within ``data_parallel_size / data_parallel_replicate_size`` ranks.
-        compile: True, or options of ``torch.compile``: compile every unit by itself. Where the backward is split, their
-            weight gradients wait for W too. Units that are one layer of torch are not compiled. Units with parts of
-            matrices are compiled if they can be captured as one graph; the log names the others.
+        compile: True, or options of ``torch.compile``: compile every unit by itself. If the backward is split, their
+            weight gradients are deferred to W too. Units that are one layer of torch are not compiled. Units with parts
+            of matrices are compiled if they can be captured as one graph; the log names the others.
         activation_checkpointing: Units that keep only their inputs and run again in backward. True: units in lists of
-            repeated blocks. ``"auto"``: of these as few as ``device_memory_gib`` asks for, on the ranks that need it.
+            repeated blocks. ``"auto"``: as few of these as ``device_memory_gib`` allows, on the ranks above it.
             Names or patterns: those units. A policy, or a list of operations whose outputs are saved,
             as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them: repeated blocks.
-        activation_offload: Keep activations on the host (pinned on CUDA) between forward and backward, where both
-            copies have time beside the computation, by ``costs``, or by what the first batches took.
+        activation_offload: Keep activations on the host (pinned on CUDA) between forward and backward, if both copies
+            fit beside the computation, by ``costs`` or by times measured in the first batches.
         save_distributed_checkpoint: True: every rank writes its shard, into a folder that loads under any other layout.
             False: one ``.ckpt`` file, from which a plain ``Trainer()`` on one device resumes.
         async_checkpoint: Write checkpoints while training continues; see :meth:`wait_for_checkpoint`.

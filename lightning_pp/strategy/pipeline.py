@@ -136,7 +136,7 @@ class HeldPipeline:
 
     @contextmanager
     def _with_all_parameters(self) -> Iterator[None]:
-        """Within, optimizers may get parameters of any stage; afterwards they have this rank's."""
+        """In the block, optimizers may get parameters of any stage; afterwards they have only this rank's."""
         engine, strategy = self.built, self._strategy
         with engine.split.fake_parameters.all_parameters():
             optimizers = training_ones(strategy.optimizers)
@@ -195,7 +195,7 @@ class HeldPipeline:
 
     @contextmanager
     def _optimizers_beforehand(self, trainer: pl.Trainer) -> Iterator[Optimizer | None]:
-        """Within, training has the user's optimizer and schedulers over the whole module, which a step may ask for.
+        """In the block, training has the user's optimizer and schedulers over the whole module: steps may read them.
 
         They are not those that train: ``configure_optimizers`` is called again once the module is cut, and nothing of
         these is left then, for they hold all parameters whole.

@@ -1,4 +1,4 @@
-"""Going through a fit's preparations as far as the cut, in one process, without devices, and stopping there."""
+"""Runs a fit's preparations up to the cut, in one process, without devices, and stops there."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _REPLACED: dict[str, Any] = {
 
 
 class _LookedAt(EndOfFit):
-    """Ends a fit before it begins; Lightning lets such an exception end a fit in good order."""
+    """Ends a fit before it begins; Lightning ends a fit in good order after such an exception."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class FirstStep:
 
 
 class DryStrategy(SingleDeviceStrategy):
-    """Goes through a fit's preparations, as far as a pipeline would cut the module, looks at it, and ends the fit.
+    """Runs a fit's preparations up to the cut of the module, looks at it, and ends the fit.
 
     Args:
         look: Is given the first step, while the trainer is there.
@@ -176,7 +176,7 @@ def look_at_first_step(
 
 @contextmanager
 def _quiet_lightning() -> Iterator[None]:
-    """Within, Lightning does not tell which devices it found, nor how a loader could be faster."""
+    """In the block, Lightning does not tell which devices it found, nor how a loader could be faster."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

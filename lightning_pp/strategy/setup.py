@@ -1,4 +1,4 @@
-"""What is known of a pipeline before it runs: the step recorded on every rank, and the model laid out."""
+"""The preparation of a pipeline: the step is recorded on every rank, and the model assigned to stages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LOADING_DEVICES = {"cuda"}
 
 @dataclass(frozen=True)
 class LaidOutModel:
-    """A model assigned to stages, whole on every rank yet.
+    """A model assigned to stages, still whole on every rank.
 
     Attributes:
         split: Its stages.
@@ -76,7 +76,7 @@ class LaidOutModel:
 
 
 class PipelineSetup:
-    """Records the user's step and lays the model out; every rank has to make it.
+    """Records the user's step and assigns the model to stages; every rank must make it.
 
     Args:
         surroundings: Where the pipeline is to run.
@@ -116,7 +116,7 @@ class PipelineSetup:
             step: Name of the module's step.
             beforehand: Around the dry run; yields the user's optimizer over the whole module, to ask it for what it
                 keeps of a parameter. It must not outlive the context, for it holds all parameters.
-            has_several_loaders: Whether the step is told which of several loaders a batch is from.
+            has_several_loaders: Whether the step gets the number of the loader that a batch is from.
         """
         microbatches = self._cutter.cut(batch, for_training=step == "training_step")
         speed = flops_per_byte_of(self.device, self._precision.precision)
@@ -159,7 +159,7 @@ class PipelineSetup:
         )  # fmt: skip
 
     def programs(self, model: LaidOutModel) -> TunedPrograms:
-        """The schedules of a model that is laid out; every rank asks for them."""
+        """The schedules of a model that is assigned to stages; every rank must call this."""
         given = self._given
         return TunedPrograms(
             self._options.schedule,
@@ -193,7 +193,7 @@ class PipelineSetup:
         return recording
 
     def _recomputing_least(self, recording: RecordedModel, request: LayoutRequest) -> RecordedModel:
-        """``recording`` with as few blocks recomputed as the limit of memory asks for."""
+        """``recording`` with as few recomputed blocks as the memory limit allows."""
         assert self._device_memory is not None
         memory = self._device_memory
         self._recomputed = self._decided(
@@ -235,7 +235,7 @@ class PipelineSetup:
 
     @contextmanager
     def _in_step_mode(self, step: str) -> Iterator[None]:
-        """Within, all modules are in the mode that ``step`` runs in."""
+        """In the block, all modules are in the mode that ``step`` runs in."""
         modes = [(child, child.training) for child in self.module.modules()]
         if step != "training_step":
             self.module.eval()
@@ -308,7 +308,7 @@ class PipelineSetup:
         return self._update_hooks.updates if step == "training_step" else {}
 
     def _limit_of_memory(self, recording: RecordedModel, step: str, optimizer: Optimizer | None) -> DeviceMemory | None:
-        """What a rank may hold altogether, and how it is counted; None for no limit."""
+        """The memory limit of a rank, and how memory is counted; None for no limit."""
         if self._options.device_memory_gib is None:
             return None
         model = MemoryModel.of(

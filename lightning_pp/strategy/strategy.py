@@ -94,7 +94,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is one stage on one device, and nothing is asked for that only a pipeline's engine does.
+        """Whether there is one stage on one device, and no option needs the pipeline's engine.
 
         Then nothing is recorded, cut, checked or refused: steps, optimizers, loops and checkpoints are Lightning's own,
         each batch runs whole, and ``save_distributed_checkpoint`` has no effect, since one process writes one file.
@@ -119,7 +119,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """What a rank owns, and so what it reads, is known after ``setup``."""
+        """Only after ``setup`` is it known which tensors a rank owns and reads."""
         return not self.is_plain
 
     @property
@@ -149,7 +149,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
 
     @with_stages
     def setup_environment(self) -> None:
-        """Joins the process group; callbacks that would copy the whole module are told not to."""
+        """Joins the process group; callbacks that would copy the whole module are changed not to."""
         with collector_paused():
             import_module("lightning_pp.strategy.engine")  # while the processes start that this one has launched
         super().setup_environment()
@@ -231,7 +231,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
 
     @with_stages
     def process_dataloader(self, dataloader: object) -> object:
-        """Seeds workers by replica; has a training loader go on within an epoch, and may end it where another ends.
+        """Seeds workers by replica; resumes a training loader within an epoch, and may end it when another one ends.
 
         Raises:
             CheckpointError: The training goes on within an epoch, and the loader cannot.
@@ -319,7 +319,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
 
     @with_stages
     def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks, and lets go of them, so that none waits for this one."""
+        """Reports to the other ranks, and abandons their groups, so that none waits for this one."""
         self._watch.note(exception)
         self._checkpoints.give_up()
         self.last_checkpoints.forget()

@@ -1,4 +1,4 @@
-"""Where a pipeline runs, and what is asked of it: what everything else of the strategy is made from."""
+"""The surroundings of a pipeline and its options; all other parts of the strategy are made from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_pp.planning.pipeline_options import PipelineOptions
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where a pipeline runs, and what is asked of it.
+    """Where a pipeline runs, and its options.
 
     Attributes:
         module: The user's module.

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline have measured, on the first of them."""
+"""Gathers the measurements of a pipeline's ranks on the first rank."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _NUM_WARM_UP_BATCHES = 1
 
 
 class SplitPipeline(Protocol):
-    """What is known of a model that was cut."""
+    """Facts of a model that was cut."""
 
     @property
     def partition(self) -> Partition: ...
@@ -43,7 +43,7 @@ class SplitPipeline(Protocol):
 
 
 class MeasurablePipeline(Protocol):
-    """What runs one rank of a pipeline, as far as it is looked at here.
+    """The parts of one rank's pipeline that are measured here.
 
     Attributes:
         rank: This rank's place in the pipeline.
@@ -53,7 +53,7 @@ class MeasurablePipeline(Protocol):
         split: Which units each stage has.
         groups: Who gathers.
         last_training_step: The schedule and the times of the last training batch; a new pair for each.
-        last_collectives: The gathers and reductions of that batch; None if nobody asked.
+        last_collectives: The gathers and reductions of that batch; None if not asked for.
         last_num_samples: Samples in that batch.
         last_model_flops: Operations of its forward and backward, over all stages, without what is computed again.
         is_timed: Whether times are taken from the next batch on.
@@ -183,7 +183,7 @@ class FitMeasurement:
         self._squares = self._pipeline.gradient_squares()
 
     def collect(self) -> Measurements | None:
-        """What was measured since the last call; every rank has to call it.
+        """The measurements since the last call; every rank must call it.
 
         Returns:
             On rank 0 of the first pipeline the measurements, elsewhere None.
@@ -203,18 +203,18 @@ class FitMeasurement:
             own += RankSums.of_step(timer.times(), self._stages, timer.sent_bytes, by_stage)
         self._timers.clear()
         groups = self._pipeline.groups
-        told = gather((self._read(squares), own), groups.pipeline, self._pipeline.rank)
+        gathered = gather((self._read(squares), own), groups.pipeline, self._pipeline.rank)
         throughput, self._throughput = self._throughput, Throughput()
-        if told is None:
+        if gathered is None:
             return None
-        readings, sums = [reading for reading, _ in told], [of_rank for _, of_rank in told]
+        readings, sums = [reading for reading, _ in gathered], [of_rank for _, of_rank in gathered]
         num_devices = self._placement.num_ranks * groups.num_replicas * groups.num_tensor_ranks
         found = Measurements(self._placement, sums, readings, throughput, self._predict(), num_devices)
         self._total = found if self._total is None else self._total + found
         return found
 
     def _by_stage(self, collectives: CollectiveTimes) -> dict[int, CollectiveSums]:
-        """Sums by stage; what is for no unit in particular counts to the first."""
+        """Sums by stage; times of no particular unit count for the first stage."""
         stage_of_unit = self._pipeline.split.partition.stage_of_unit
         sums = {stage: CollectiveSums() for stage in self._stages}
         for unit, of_unit in collectives.by_unit().items():
@@ -233,7 +233,7 @@ class FitMeasurement:
         )
 
     def _predict(self) -> StepPrediction | None:
-        """What was expected of the latest schedule, simulated once."""
+        """The prediction for the latest schedule, simulated once."""
         if self._last_step is None:
             return None
         schedule = self._last_step[0]

@@ -1,4 +1,4 @@
-"""What a rank holds of its device's memory, and the most that it has held."""
+"""A rank's current and peak memory on its device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_peak_memory_gib(device: torch.device) -> float:
 
 
 def read_memory_gib(device: torch.device) -> tuple[float, float]:
-    """What is held of ``device``'s memory now, and what is reserved for it, GiB.
+    """The allocated and the reserved memory of ``device`` now, GiB.
 
     On CUDA: what tensors hold, and what torch's allocator has taken from the device. On the CPU both are the resident
     set of this process.

@@ -1,4 +1,4 @@
-"""What ranks tell of themselves when measurements are collected, beside the times of their actions."""
+"""Values that ranks report when measurements are collected, beside the times of their actions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """What a simulation says of a step.
+    """Predictions of a simulated step.
 
     Attributes:
         step_ms: The time of a step in a row of overlapping ones, milliseconds.

@@ -20,7 +20,7 @@ from lightning_pp.telemetry.timeline.step import Timeline
 class StageTimes:
     """Means of one stage over some steps; :data:`~lightning_pp.telemetry.metric_table.STAGE_METRICS` says what each is.
 
-    ``activations_gib`` is 0 where no step was simulated, and ``gradient_norm`` None where nobody looked.
+    ``activations_gib`` is 0 where no step was simulated, and ``gradient_norm`` None if it was not measured.
     """
 
     forward_ms: float
@@ -43,7 +43,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class StageInfo:
-    """What a stage is.
+    """The identity of a stage: its rank, units and parameters.
 
     Attributes:
         rank: The pipeline rank that holds it.
@@ -67,7 +67,7 @@ class StageReport(StageTimes):
 
 @dataclass
 class PipelineReport:
-    """What was measured in a fit, on the pipeline of global rank 0; the first batch is left out of the means.
+    """Measurements of a fit, on the pipeline of global rank 0; the first batch is left out of the means.
 
     Attributes:
         stages: By stage.
@@ -101,12 +101,12 @@ class PipelineReport:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What all ranks of a pipeline measured over some steps.
+    """Measurements of all ranks of a pipeline over some steps.
 
     Attributes:
         placement: Which rank holds which stages.
         ranks: Sums by rank.
-        readings: What ranks told of themselves.
+        readings: The readings that ranks sent.
         throughput: What went through, over all replicas.
         prediction: What was expected of a step, if anything.
         num_devices: Ranks of all replicas.
@@ -139,7 +139,7 @@ class Measurements:
         return [self._times_of(stage) for stage in range(self.placement.num_stages)]
 
     def metrics(self, peak_tflops: float | None = None) -> dict[str, float]:
-        """What is logged: ``pp/{name}/stage_{s}`` for every stage, and ``pp/{name}`` for the pipeline.
+        """The logged metrics: ``pp/{name}/stage_{s}`` for every stage, and ``pp/{name}`` for the pipeline.
 
         Args:
             peak_tflops: The most that one device can do, TFLOP/s; without it there is no utilisation.

@@ -1,4 +1,4 @@
-"""What one rank and its stages did, summed over steps."""
+"""Sums over steps of the work of one rank and its stages."""
 
 from __future__ import annotations
 

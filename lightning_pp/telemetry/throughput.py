@@ -22,7 +22,7 @@ def count_tokens(batch: Any) -> int:
 
 @dataclass(frozen=True)
 class Throughput:
-    """What went through in some time.
+    """Samples and tokens in a span of time.
 
     Attributes:
         num_batches: Number of batches.
@@ -84,7 +84,7 @@ class BatchClock:
             self._paused_at = None
 
     def batch_ended(self, num_samples: int, num_tokens: int, model_flops: float = 0.0) -> Throughput:
-        """One batch of so many samples, tokens and operations has ended."""
+        """A batch with these numbers of samples, tokens and operations has ended."""
         end = self._now()
         seconds, self._last_end = end - self._last_end, end
         return Throughput(1, seconds, num_samples, num_tokens, model_flops)

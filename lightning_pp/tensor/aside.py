@@ -1,4 +1,4 @@
-"""Communication of a backward with weight gradients beside it, which are due later anyway.
+"""Communication of a backward, with deferred weight gradients beside it.
 
 A collective is started, products are computed that take about as long, and then it is waited for. How many FLOPs a
 device does while its tensor group communicates a byte is measured once, in the first backward. All ranks of a group
@@ -26,7 +26,7 @@ FLOPS_PER_BYTE: WeakKeyDictionary[dist.ProcessGroup, float] = WeakKeyDictionary(
 
 
 class _Beside:
-    """``run`` computes about as many FLOPs of what waits as it is told; set while a backward defers."""
+    """``run`` computes about the given number of FLOPs of deferred gradients; set while a backward defers."""
 
     run: Callable[[float], None] | None = None
 

@@ -1,4 +1,4 @@
-"""Compares a unit on parts with the same unit run whole, on the input that it has.
+"""Compares a unit on parts with the same unit run whole, on the same input.
 
 The parameters of one unit are gathered over the tensor ranks, the unit runs once whole and once on parts, and both get
 the same made-up gradient of their results. Results, gradients of inputs and gradients of parameters have to agree.
@@ -37,7 +37,7 @@ TOLERANCES: Mapping[torch.dtype, float] = {
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Within, dropout drops nothing."""
+    """A context in which dropout drops nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function."""
@@ -85,9 +85,9 @@ class UnitCheck:
         if verdict.item():
             problem = problem or "another tensor rank found a difference"
             raise SplitError(
-                f"Unit {forward.name!r} ({type(unit).__name__}) on {self._group.size()} tensor ranks is not what it is "
-                f"on one: {problem}. {forward.cuts()} Leave whole what leads to this, with 'replicate' in "
-                "tensor_parallel_plan. Nothing was updated."
+                f"Unit {forward.name!r} ({type(unit).__name__}) on {self._group.size()} tensor ranks does not compute "
+                f"what it computes on one: {problem}. {forward.cuts()} Leave the matrices whole that lead to this, "
+                "with 'replicate' in tensor_parallel_plan. Nothing was updated."
             )
 
     def _compared(self, forward: CutForward, args: Any, kwargs: Any) -> str:

@@ -43,7 +43,7 @@ def _move(tensor: Tensor, *where: Any) -> Tensor:
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes each function that runs within as a call in a graph."""
+    """A context that notes each function that runs as a call in a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def on_parts(module: fx.GraphModule, args: tuple[Any, ...], region: Region) -> f
 
 
 class PartsBackend:
-    """A backend of ``torch.compile`` for units with stand-ins in the places of their parts.
+    """A backend of ``torch.compile`` for units in which stand-ins replace their parts.
 
     Args:
         backend: Compiles graphs of parts.

@@ -1,4 +1,4 @@
-"""Where a tensor is cut over the tensor axis, and how that moves when code takes the tensor apart or reshapes it.
+"""Where a tensor is cut over the tensor axis, also after code splits or reshapes it.
 
 A cut dimension is made of segments, one after another, and each rank holds its even share of every segment, joined in
 order. An output of a fused query, key and value projection has three segments. Sizes here are those of whole tensors

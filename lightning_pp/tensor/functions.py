@@ -29,19 +29,19 @@ from lightning_pp.tensor.parts import TensorPart, joined, part_of, rank_pieces
 
 
 class PlannedGroup:
-    """Stands for a group of processes that there are not yet, of which this is the first.
+    """Stands for a group whose processes do not exist yet; this process is its first rank.
 
     Args:
         size: Its number of ranks.
 
     Attributes:
-        tell: Called for each communication with the bytes of the whole tensor, and how often these go round in forward
-            and in backward: twice for a sum, once for what is joined or scattered.
+        on_communication: Called for each communication with the bytes of the whole tensor, and how often these
+            go round in forward and in backward: twice for a sum, once for joined or scattered tensors.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self.tell: Callable[[int, int, int], None] = lambda num_bytes, forward, backward: None
+        self.on_communication: Callable[[int, int, int], None] = lambda num_bytes, forward, backward: None
 
     def size(self) -> int:
         """Its number of ranks."""
@@ -169,7 +169,7 @@ def move(tensor: Tensor, there: str, back: str, group: Any, dim: int = 0, segmen
     if isinstance(group, PlannedGroup):
         num_bytes = tensor.numel() * tensor.element_size() * (group.size() if there == "join" else 1)
         needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
-        group.tell(num_bytes, _ROUNDS[there], _ROUNDS[back] if needs_gradient else 0)
+        group.on_communication(num_bytes, _ROUNDS[there], _ROUNDS[back] if needs_gradient else 0)
     if isinstance(group, RecordedGroup):
         return group.record(tensor, there, back, dim, segments)
     moved: Tensor = Moved.apply(tensor, there, back, dim, segments, group)  # type: ignore[no-untyped-call]

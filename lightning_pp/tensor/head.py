@@ -30,7 +30,7 @@ _OF_THE_TENSOR = frozenset({"retain_grad", "register_hook", "backward", "grad", 
 
 
 class _LogSumExpOfRanks(Function):
-    """The logarithm of the sum of the exponentials of what all ranks have."""
+    """The logarithm of the sum of exponentials over the logits of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:

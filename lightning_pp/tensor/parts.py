@@ -1,4 +1,4 @@
-"""How one parameter lies over the tensor axis, and its values as a part and as a whole."""
+"""The cut of one parameter over the tensor axis, and its values as a part and as a whole."""
 
 from __future__ import annotations
 

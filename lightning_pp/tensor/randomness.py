@@ -19,7 +19,7 @@ _STEP = 0x9E3779B97F4A7C15  # seeds of neighbouring ranks lie far apart
 
 @contextmanager
 def drawn_by_rank(region: Region, device: torch.device) -> Iterator[None]:
-    """Within, the generator of ``device`` is seeded from a draw that all ranks make alike, and the rank.
+    """In the block, the generator of ``device`` is seeded from a draw that all ranks make alike, and the rank.
 
     Afterwards it goes on from that draw. So a recomputation that restores the generator draws the same again, and code
     after the region draws the same on every rank.

@@ -33,7 +33,7 @@ Rule = Callable[["Region", Callable[..., Any], tuple[Any, ...], dict[str, Any]],
 
 
 class _OpenRegions:
-    """Whether code of a unit runs whose functions a region has yet to see."""
+    """Whether code of a unit runs whose functions a region still has to intercept."""
 
     __slots__ = ("count",)
 
@@ -82,7 +82,7 @@ class Region(TorchFunctionMode):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within, functions pass through here."""
+        """In the block, functions pass through here."""
         OPEN.count += 1
         self._is_open = True
         try:

@@ -31,7 +31,7 @@ Found = dict[str, tuple[int, tuple[int, ...]]]
 
 
 class Inside(nn.Module):
-    """Calls a unit's forward past its hooks and what stands in the place of its forward."""
+    """Calls a unit's own forward, past its hooks and past a replaced ``forward``."""
 
     def __init__(self, unit: nn.Module, forward: Any) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class UnitTracer:
     def _adopt(
         self, weight: Tensor, bias: Tensor | None, x: Tensor, out_dim: int, num_groups: int = 1
     ) -> tuple[Tensor, Tensor | None]:
-        """Decides how a weight is cut when it is first met."""
+        """Decides how a weight is cut at its first use."""
         own = cut_of(weight)
         self._met |= own.origins if own is not None else set()
         name = self._names.get(id(weight))

@@ -129,7 +129,7 @@ class TensorParallelUnits:
         self._shared, self._calls = set(), {}  # which would keep parameters of other ranks, and a dry run
 
     def cut(self, name: str) -> None:
-        """Replaces parameters of one unit by this rank's parts, and has it run on them.
+        """Replaces parameters of one unit by this rank's parts, and makes it run on them.
 
         Before, they hold the same whole values on all tensor ranks, or are on the meta device.
         """
@@ -138,7 +138,7 @@ class TensorParallelUnits:
 
     @contextmanager
     def running_on_parts(self) -> Iterator[None]:
-        """Within, units run on parts where their parameters have the shapes of parts, as fakes in a dry run have.
+        """In the block, units run on parts where their parameters have the shapes of parts, as fakes in a dry run have.
 
         That is after :meth:`plan`; nothing is cut.
         """
@@ -165,7 +165,7 @@ class TensorParallelUnits:
             forward.check = check
 
     def counted(self) -> tuple[int, dict[str, int]]:
-        """The number of parameters, and of those that are whole by name; of the module as it is on this rank."""
+        """The number of parameters, and sizes of the whole ones by name, for the module on this rank."""
         whole: dict[str, int] = {}
         total, seen = 0, set()
         for name, parameter in self._module.named_parameters():
@@ -256,7 +256,7 @@ class TensorParallelUnits:
 
 
 class CutForward:
-    """What stands in the place of a unit's forward.
+    """The replacement of a unit's forward.
 
     It is an object, so that a copy of the unit gets one of its own.
     """
@@ -297,8 +297,8 @@ class CutForward:
         except CutError as error:
             raise SplitError(
                 f"Unit {self.name!r} ({type(self.unit).__name__}) cannot run on {self.region.num_ranks} tensor ranks: "
-                f"{error}. {self.cuts()} Leave whole what leads to this ({', '.join(sorted(error.origins))}), with "
-                "'replicate' in tensor_parallel_plan."
+                f"{error}. {self.cuts()} Leave the matrices whole that lead to this "
+                f"({', '.join(sorted(error.origins))}), with 'replicate' in tensor_parallel_plan."
             ) from error
 
     @staticmethod
@@ -334,7 +334,7 @@ class CutForward:
         return output
 
     def cuts(self) -> str:
-        """A sentence that says what is cut, by which patterns."""
+        """A sentence about the cut parameters and their patterns."""
         by_pattern: dict[str, list[str]] = {}
         for name in self.parts:
             by_pattern.setdefault(self._patterns.get(name, "auto"), []).append(name)

@@ -73,7 +73,7 @@ def test_page_and_trace_have_the_program_and_the_same_times(folder: Path) -> Non
 def test_a_folder_that_cannot_be_written_is_told_and_training_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
     first, last = pool.run(fit_where_nothing_can_be_written, str(tmp_path), world_size=2, timeout=120)
     told = [text for text in first if "timeline" in text]
-    assert len(told) == 2 and all(str(tmp_path / "own") in text and "Training goes on" in text for text in told)
+    assert len(told) == 2 and all(str(tmp_path / "own") in text and "Training continues" in text for text in told)
     assert not [text for text in last if "timeline" in text]
 
 

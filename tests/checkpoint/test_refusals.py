@@ -139,7 +139,7 @@ def test_optimizer_state_that_is_not_there(pool: WorkerPool, checkpoint: Callabl
 
 def test_other_parameter_groups(pool: WorkerPool, checkpoint: Callable[..., Path]) -> None:
     path = checkpoint()
-    check_refused(pool, path, "parameter groups of [4, 11] parameters, but that of the model has [15]", change="groups")
+    check_refused(pool, path, "parameter groups of [4, 11] parameters, but the model's has [15]", change="groups")
 
 
 def test_objects_that_weights_only_forbids(pool: WorkerPool, tmp_path: Path) -> None:

@@ -158,8 +158,8 @@ def test_other_states_that_cannot_be_pickled(pool: WorkerPool, tmp_path: Path, s
         "'opened'",
     ]
     assert elsewhere == []
-    assert whats["'Data'"].endswith("Loading the checkpoint does not bring it back.")
-    assert whats["the state of the callback 'with'"].endswith("Resumed, the callback has the state it is made with.")
+    assert whats["'Data'"].endswith("Loading the checkpoint does not restore it.")
+    assert whats["the state of the callback 'with'"].endswith("After resuming, the callback has its initial state.")
     content = read_alone(tmp_path / "full.ckpt", weights_only=False)
     assert content["number"] == 3 and list(content["callbacks"]) == ["without"] and "opened" not in content
     results = pool.run(fit_full, tmp_path, sharded, path=tmp_path / "full.ckpt")

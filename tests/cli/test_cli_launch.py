@@ -99,9 +99,9 @@ def test_the_command_turns_into_torchrun_which_starts_it_again(tmp_path: Path) -
     fault = ["launcher=torchrun", "launcher.max_restarts=1", "+callbacks.once._target_=faulty.Once"]
     ended = run_command([*arguments, *fault], tmp_path)
     assert ended.code == 0, ended.output
-    assert ended.output.count("attempt 2 goes on in") == 1 and "(step 2)" in ended.output, ended.output
+    assert ended.output.count("attempt 2 continues in") == 1 and "(step 2)" in ended.output, ended.output
     (run,) = tmp_path.glob("outputs/*/*")  # made by rank 0 of the first attempt alone
-    assert (run / "checkpoints" / "step4.ckpt").exists() and f"goes on in {run}" in ended.output, ended.output
+    assert (run / "checkpoints" / "step4.ckpt").exists() and f"continues in {run}" in ended.output, ended.output
 
 
 @pytest.mark.nightly

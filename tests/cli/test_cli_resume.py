@@ -63,7 +63,7 @@ def test_a_run_goes_on_as_one_that_was_not_interrupted(trained: Path) -> None:
     (folder / "elsewhere").mkdir()
     resumed = run_forked(["trainer.max_steps=8", "resume=../run"], folder / "elsewhere", 2)
     assert resumed.code == 0, resumed.output
-    told = f"the run goes on in {folder}/run from {folder}/run/checkpoints/step4.ckpt (step 4)"
+    told = f"the run continues in {folder}/run from {folder}/run/checkpoints/step4.ckpt (step 4)"
     assert resumed.output.count(told) == 1, resumed.output
     assert "is not empty" not in resumed.output, resumed.output
     branched = run_forked([*OPTIONS, "ckpt_path=run/checkpoints/step4.ckpt", "trainer.max_steps=5"], folder, 2)
@@ -129,7 +129,7 @@ def test_what_cannot_go_on_is_told_in_a_sentence(folder: Path, trained: Path) ->
     for given, told in (
         (["resume=missing"], "resume=missing is not a folder"),
         (["resume=empty"], "resume=empty is not the output folder of a run"),
-        (["resume=empty", "--multirun"], "resume= goes on with one run, not with a sweep"),
+        (["resume=empty", "--multirun"], "resume= continues one run, not a sweep"),
     ):
         ended = run_forked(given, folder)
         assert ended.code == 1 and told in ended.output and "Traceback" not in ended.output, ended.output

@@ -79,7 +79,7 @@ def test_replicas_at_different_places_are_told_where_they_are(pool: WorkerPool) 
     assert [failure and failure.type for failure in report.failures] == ["ConfigurationError"] * 4
     for failure in report.failures:
         assert failure is not None
-        assert "replica 0 tells an epoch, and replica 1 tells a batch" in failure.message
+        assert "replica 0 reports an epoch, replica 1 reports a batch" in failure.message
     assert report.seconds < 30
 
 

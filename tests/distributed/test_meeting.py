@@ -30,13 +30,13 @@ class MortalStore(TextStore):
         super().__init__(store, "test", "a store")
         self.num_calls = num_calls
 
-    def tell(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
         self._call()
-        super().tell(name, text)
+        super().write(name, text)
 
-    def told(self, name: str) -> str | None:
+    def read(self, name: str) -> str | None:
         self._call()
-        return super().told(name)
+        return super().read(name)
 
     def count(self, name: str, more: int = 1) -> int:
         self._call()

@@ -242,7 +242,7 @@ def test_tasks_of_srun_are_told_to_use_torchrun(
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     with pytest.raises(SystemExit) as stop:
         main(["--device", "cpu"])
-    assert stop.value.code == 2 and "srun has started 4 of these" in capsys.readouterr().err
+    assert stop.value.code == 2 and "srun has started 4 copies of the doctor" in capsys.readouterr().err
 
 
 def test_one_process_is_told_what_it_lacks(tmp_path: Path) -> None:

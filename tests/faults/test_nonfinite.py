@@ -183,7 +183,7 @@ def test_a_loss_is_an_error_on_every_rank_before_the_update(
         assert kind == "NonFiniteError"
         assert text.startswith(
             f"The loss of microbatch 2 of 2 is inf, in batch {BAD} of epoch 0 (step {BAD}), on rank {last} (stage 1, "
-            "the last). Nothing is updated with it;"
+            "the last). No update used it:"
         )
         if replicas == 1:
             check_weights(outcome["weights"], expected)
@@ -321,7 +321,7 @@ def save_bad_weights(folder: Path, sharded: bool, mode: str) -> tuple[str, str] 
 def test_weights_that_are_not_finite_replace_no_checkpoint(pool: WorkerPool, tmp_path: Path, sharded: bool) -> None:
     for kind, text in pool.run(save_bad_weights, tmp_path, sharded, "error", world_size=2):
         assert kind == "CheckpointError"
-        assert text.startswith("blocks.3.shift on rank 1 is not finite. Nothing is saved, so that it replaces")
+        assert text.startswith("blocks.3.shift on rank 1 is not finite. Nothing is saved, so no good checkpoint is")
     assert [path.name for path in tmp_path.iterdir()] == ["kept.ckpt"]
     state = read_alone(tmp_path / "kept.ckpt")["state_dict"]
     assert all(bool(value.isfinite().all()) for value in state.values())

@@ -103,5 +103,5 @@ def test_figures_of_the_doctor_are_medians_of_pairs_of_each_kind(tmp_path: Path)
     assert links_measured(path) == (LinkSpeed(210e9, pytest.approx(0.012)), None)
     for content in ("{}", "no json", report(["a", "a"], [])):
         path.write_text(content)
-        with pytest.raises(ConfigurationError, match="has to be what lightning-pp-doctor --only channels has written"):
+        with pytest.raises(ConfigurationError, match="give the file that lightning-pp-doctor --only channels"):
             links_measured(path)

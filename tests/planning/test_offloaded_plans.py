@@ -94,7 +94,7 @@ def test_a_limit_for_microbatches_is_kept_with_the_help_of_the_host(name: str) -
     ("options", "message"),
     [
         ({"activation_offload": 0.5}, "activation_offload=0.5 must be True or False"),
-        ({"activation_checkpointing": [torch.ops.aten.mm.default]}, "cannot move what a policy"),
+        ({"activation_checkpointing": [torch.ops.aten.mm.default]}, "cannot move the tensors that a policy"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:

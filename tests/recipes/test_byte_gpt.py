@@ -35,7 +35,7 @@ def test_no_position_sees_what_comes_after_it() -> None:
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="dim=10 is not divisible by num_heads=4"):
         ByteGPT(dim=10, num_heads=4)
-    with pytest.raises(ValueError, match="sequences of 9 bytes, but positions for 8"):
+    with pytest.raises(ValueError, match="sequences of 9 bytes, but the model has 8 positions"):
         ByteGPT(num_layers=1, dim=8, num_heads=1, max_seq_len=8)(torch.zeros(1, 9, dtype=torch.int64))
 
 

@@ -1,4 +1,4 @@
-"""What Lightning's progress bar shows of the pipeline."""
+"""The pipeline's numbers in Lightning's progress bar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pp.callbacks._lightning_private import name_epochs_without_end
 
 
 class BarNumbers:
-    """Adds the loss, tokens or samples per second and the bubble to the trainer's progress bar, whichever it has.
+    """Adds the loss, tokens or samples per second and the bubble to the trainer's progress bar, of any class.
 
     They change at the logging interval only, so that nothing waits for the device in between. A loss that the module
     shows itself (``self.log(..., prog_bar=True)`` under a name with "loss") is not shown twice.

@@ -1,4 +1,4 @@
-"""Tells what to change: after the first measured steps of a fit, and at its end."""
+"""Reports what to change: after the first measured steps of a fit, and at its end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FitDiagnosis:
             waited_ms: How long the loader was waited for, since the batch before.
 
         Returns:
-            What was told, if anything.
+            The printed text, if any.
         """
         self._window.batch_ended(waited_ms)
         if self._window.is_due:
@@ -42,12 +42,12 @@ class FitDiagnosis:
     def finish(self) -> Diagnosis | None:
         """The diagnosis of the latest steps, on rank 0 of the first pipeline; every rank has to call it.
 
-        One that fails is told, and is no reason to end a training; it fails on rank 0, after the gather.
+        A failed diagnosis is only a warning; it fails on rank 0, after the gather.
         """
         try:
             return self._window.diagnose(self._num_workers())
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            rank_zero_warn(f"The diagnosis failed with {type(error).__name__}: {error}. Training goes on.")
+            rank_zero_warn(f"The diagnosis failed with {type(error).__name__}: {error}. Training continues.")
             return None
 
     def _num_workers(self) -> int | None:

@@ -11,7 +11,7 @@ _FETCH = "train_dataloader_next"
 
 
 class LoaderWait:
-    """Takes the time that a fit waits for its training loader, which Lightning tells its profiler around.
+    """Measures how long a fit waits for its training loader, by Lightning's calls of its profiler.
 
     Args:
         trainer: Its profiler is listened to until :meth:`end`.

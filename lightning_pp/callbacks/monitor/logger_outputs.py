@@ -121,6 +121,6 @@ class LoggerOutputs:
                 write(logger)
             except Exception as error:
                 rank_zero_warn(
-                    f"{type(logger).__name__} raised {type(error).__name__}: {error}. What PipelineMonitor wrote to "
-                    "it is lost. Training goes on."
+                    f"{type(logger).__name__} raised {type(error).__name__}: {error}. What PipelineMonitor wrote to it "
+                    "is lost. Training continues."
                 )

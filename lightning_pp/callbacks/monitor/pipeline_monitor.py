@@ -32,7 +32,7 @@ from lightning_pp.telemetry.timeline.step import Timeline
 
 
 class PipelineMonitor(Callback):
-    """Logs times, bubbles, waits and memory of every stage, through whatever loggers the trainer has.
+    """Logs times, bubbles, waits and memory of every stage, through the trainer's loggers.
 
     A fit::
 
@@ -208,7 +208,7 @@ class PipelineMonitor(Callback):
         measurement, self._measurement = self._measurement, None
         if measurement is None:
             return
-        self._let_go()
+        self._restore_trainer()
         diagnosis, self._diagnosis = self._diagnosis, None
         found = diagnosis.finish() if diagnosis is not None else None
         self._seen_before = self._seen(measurement)
@@ -223,9 +223,9 @@ class PipelineMonitor(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leaves the trainer as it was."""
         self._diagnosis = None
-        self._let_go()
+        self._restore_trainer()
 
-    def _let_go(self) -> None:
+    def _restore_trainer(self) -> None:
         """Gives back what was taken of the trainer."""
         wait, self._wait = self._wait, None
         if wait is not None:

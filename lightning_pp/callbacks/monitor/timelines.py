@@ -21,7 +21,7 @@ _TAG = "pp/timeline"
 def write_timeline(
     trainer: pl.Trainer, step: RecordedStep, at_step: int, dirpath: str | Path | None, *, with_trace: bool
 ) -> None:
-    """Writes a step to files and to W&B; on global rank 0. What cannot be written is told, and training goes on.
+    """Writes a step to files and to W&B; on global rank 0. A failed write is a warning, and training continues.
 
     Args:
         trainer: The trainer.
@@ -48,7 +48,7 @@ def _attempt(where: str, write: Callable[[], None]) -> None:
         write()
     except Exception as error:
         rank_zero_warn(
-            f"A timeline could not be written to {where}: {type(error).__name__}: {error}. Training goes on."
+            f"A timeline could not be written to {where}: {type(error).__name__}: {error}. Training continues."
         )
 
 

@@ -127,7 +127,7 @@ class PipelineProfiler(Callback):
         self._end(trainer, writes=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Stops the profiler; writes nothing, since other ranks wait to be told."""
+        """Stops the profiler; writes nothing, since other ranks wait for the report of the failure."""
         self._end(trainer, writes=False)
 
     def _end(self, trainer: pl.Trainer, *, writes: bool) -> None:
@@ -217,7 +217,7 @@ class _TraceWindows(_Windows):
 
 
 class _NvtxWindows(_Windows):
-    """Seen by whoever watches the process from outside."""
+    """Windows as NVTX ranges, for a profiler outside of the process."""
 
     label = torch.cuda.nvtx.range
 

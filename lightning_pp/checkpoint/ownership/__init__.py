@@ -1,1 +1,1 @@
-"""What the unsplit module holds, which ranks hold it now, and how these agree."""
+"""The state of the unsplit module, the ranks that hold it, and how these ranks agree."""

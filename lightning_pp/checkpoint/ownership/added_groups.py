@@ -1,4 +1,4 @@
-"""Parameter groups that user code adds to an optimizer while training runs, on each stage those of its parameters."""
+"""Parameter groups that user code adds to an optimizer during training; each stage adds its own parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_added_groups(part: RankPart) -> RankPart:
             raise CheckpointError(
                 f"The ranks have {', '.join(map(str, numbers))} parameter groups in "
                 f"{type(part.optimizers[index]).__name__}: add_param_group was called on some of them only. Call it on "
-                "every rank, also where the stage has none of the parameters and the group is empty."
+                "every rank. Where the stage has none of the parameters, the group is empty."
             )
         added = []
         for number in range(len(known), numbers[0]):

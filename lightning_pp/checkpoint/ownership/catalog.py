@@ -1,4 +1,4 @@
-"""What the unsplit module holds, and which pipeline ranks hold it now."""
+"""The state of the unsplit module, and the pipeline ranks that hold it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from lightning_pp.tensor.parts import TensorPart, part_of
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank holds of a split model and its optimizers: what it saves, and what it loads into.
+    """One rank's part of a split model and its optimizers: it saves this part, and loads into it.
 
     Attributes:
         module: The module without the parameters of other ranks, but with all buffers and extra states; its parameters
@@ -67,7 +67,7 @@ class RankPart:
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """What one rank's optimizer holds, with names in place of indices.
+    """The state of one rank's optimizer, with names in place of indices.
 
     Attributes:
         state: For each canonical name with state, the optimizer's values (``exp_avg``, ``step``, ...).
@@ -116,9 +116,9 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     They are those of the first rank that has parameters of the group: steps of the others may not see it.
     """
     groups = optimizer.state_dict()["param_groups"]
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, [without_parameters(group) if group["params"] else None for group in groups])
-    found = (next((own for own in those if own is not None), None) for those in zip(*told, strict=True))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [without_parameters(group) if group["params"] else None for group in groups])
+    found = (next((own for own in of_ranks if own is not None), None) for of_ranks in zip(*gathered, strict=True))
     return [without_parameters(group) if own is None else own for group, own in zip(groups, found, strict=True)]
 
 
@@ -239,7 +239,7 @@ def own_shard(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placem
             index = coordinate[axis]
             whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
         elif not isinstance(placement, Replicate):
-            raise CheckpointError(f"a whole tensor cannot be loaded into one that is placed as {placement}")
+            raise CheckpointError(f"a whole tensor cannot be loaded into a DTensor with placement {placement}")
     return whole
 
 

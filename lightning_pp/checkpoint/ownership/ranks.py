@@ -1,4 +1,4 @@
-"""Where this process stands in the mesh, and how processes agree and send each other what they hold."""
+"""The place of this process in the mesh, and how processes agree and exchange their parts."""
 
 from __future__ import annotations
 

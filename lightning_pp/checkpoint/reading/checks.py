@@ -65,8 +65,8 @@ def check_num_optimizers(path: Location, num_saved: int, num_optimizers: int) ->
     """
     if num_saved == 0 < num_optimizers:
         raise CheckpointError(
-            f"{path} has no optimizer state (as with save_weights_only=True, or of a Trainer that has not trained), so "
-            "training cannot resume from it; load its weights before the run instead of passing it as ckpt_path"
+            f"{path} has no optimizer state (saved with save_weights_only=True, or before any training), so training "
+            "cannot resume from it; load its weights before the run instead of passing it as ckpt_path"
         )
     if num_saved != num_optimizers:
         raise CheckpointError(
@@ -84,7 +84,7 @@ def check_group_sizes(path: Location, index: int, sizes: Sequence[int], groups: 
     ours = [len(group) for group in groups]
     if list(sizes) != ours:
         raise CheckpointError(
-            f"optimizer {index} in {path} has parameter groups of {list(sizes)} parameters, but that of the model has "
+            f"optimizer {index} in {path} has parameter groups of {list(sizes)} parameters, but the model's has "
             f"{ours}; return the same groups from configure_optimizers as when the checkpoint was saved"
         )
 
@@ -99,10 +99,10 @@ def check_group_names(path: Location, index: int, saved: Sequence[Sequence[str]]
     for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
         if set(theirs) != set(ours):
             raise CheckpointError(
-                f"group {number} of optimizer {index} in {path} holds other parameters than that of the model: "
-                f"only in the checkpoint {enumerate_names(sorted(set(theirs) - set(ours))) or 'none'}; "
-                f"only in the model {enumerate_names(sorted(set(ours) - set(theirs))) or 'none'}; "
-                "return the same groups from configure_optimizers as when the checkpoint was saved"
+                f"group {number} of optimizer {index} in {path} holds other parameters than the model's: only in the "
+                f"checkpoint {enumerate_names(sorted(set(theirs) - set(ours))) or 'none'}; only in the model "
+                f"{enumerate_names(sorted(set(ours) - set(theirs))) or 'none'}; return the same groups from "
+                "configure_optimizers as when the checkpoint was saved"
             )
 
 

@@ -27,7 +27,7 @@ from lightning_pp.errors import CheckpointError
 
 
 class OpenedCheckpoint(ABC):
-    """A checkpoint of which the content is known and no tensor has been read.
+    """A checkpoint with known content, of which no tensor has been read.
 
     Attributes:
         path: The file or folder.

@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint that is read when somebody computes with it."""
+"""A tensor of a checkpoint that is read when code computes with it."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ from lightning_pp.errors import CheckpointError
 
 
 class Table:
-    """What a sharded checkpoint holds: its keys, taken apart into paths."""
+    """The keys of a sharded checkpoint, split into paths."""
 
     def __init__(self, metadata: Metadata, path: Location) -> None:
         if not isinstance(metadata.planner_data, Mapping):
             raise CheckpointError(
-                f"{path / folder.TABLE_FILENAME} does not give the paths of its keys, so another tool saved it"
+                f"{path / folder.TABLE_FILENAME} does not list the paths of its keys, so another tool saved it"
             )
         self.metadata = metadata
         self.paths: dict[str, KeyPath] = {

@@ -1,4 +1,4 @@
-"""Checksums of what lies in a checkpoint: CRC-32, as ``zlib.crc32`` computes it.
+"""Checksums of the content of a checkpoint: CRC-32, as ``zlib.crc32`` computes it.
 
 Tensors and objects are archives of ``torch.save``, in files of their own or one after another in a shard. These are zip
 archives, and a zip archive has a checksum of each of its records: they are there in every checkpoint that torch has
@@ -127,6 +127,6 @@ def _check_record(archive: ZipFile, record: ZipInfo) -> None:
                 pass
     except (BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(
-            f"its record {record.filename!r} is not the one that was written, whose checksum (CRC-32) was "
-            f"{record.CRC:08x}: {type(error).__name__}: {error}"
+            f"its record {record.filename!r} differs from what was written, with checksum (CRC-32) {record.CRC:08x}: "
+            f"{type(error).__name__}: {error}"
         ) from error

@@ -42,7 +42,7 @@ def locate(path: str | os.PathLike[str] | UPath) -> Location:
     except ImportError as error:
         raise CheckpointError(f"{text} needs a package that is not installed here. {error}") from error
     except Exception as error:
-        raise CheckpointError(f"{text} cannot be opened ({_told(error)}); give a path or a URL of fsspec") from error
+        raise CheckpointError(f"{text} cannot be opened ({_text_of(error)}); give a path or a URL of fsspec") from error
     if protocol in ("file", "local"):
         return Path(stripped)
     return UPath(text)
@@ -60,7 +60,7 @@ def is_remote(location: Location) -> TypeIs[UPath]:
 
 @contextmanager
 def naming(location: Location, done: str) -> Iterator[None]:
-    """Within, what a remote storage raises becomes a :class:`CheckpointError` that names the URL.
+    """In the block, what a remote storage raises becomes a :class:`CheckpointError` that names the URL.
 
     Args:
         location: What the body works on; errors at a path of this machine pass as they are.
@@ -73,7 +73,7 @@ def naming(location: Location, done: str) -> Iterator[None]:
     except Exception as error:
         if not is_remote(location):
             raise
-        raise CheckpointError(f"{location} cannot be {done} ({_told(error)})") from error
+        raise CheckpointError(f"{location} cannot be {done} ({_text_of(error)})") from error
 
 
 def is_folder(location: Location) -> bool:
@@ -189,9 +189,9 @@ def _refuse_crushed_url(path: Path) -> None:
         if part.endswith(":") and part[:-1] in available_protocols() and part[:-1] not in ("file", "local"):
             raise CheckpointError(
                 f"{path} was a URL before pathlib turned its two slashes into one. Give the URL as a string, "
-                f"{part}//..., wherever it is given (dirpath, default_root_dir, ckpt_path)"
+                f"{part}//..., everywhere (dirpath, default_root_dir, ckpt_path)"
             )
 
 
-def _told(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -1,4 +1,4 @@
-"""A checkpoint folder at a URL, where nothing can be renamed: it is what its table of contents says.
+"""A checkpoint folder at a URL, where nothing can be renamed: its table of contents lists what belongs to it.
 
 The table is written last, in one put, so a folder without one is not a checkpoint. What a save writes has names of its
 own, by the id of the save, and what it replaces is removed afterwards::

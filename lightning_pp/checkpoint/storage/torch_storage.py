@@ -153,7 +153,7 @@ def load(
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Unpickles objects as ``weights_only`` says; DCP's own planner would run whatever they contain."""
+    """Unpickles objects as ``weights_only`` says; DCP's own planner would run any code in them."""
 
     def __init__(self, weights_only: bool, blocks: Mapping[str, Blocks]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -192,7 +192,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class _PathPlanner(DefaultSavePlanner):
-    """Takes entries that are flat already, so that containers without tensors are saved as they are."""
+    """Takes entries that are already flat, so that containers without tensors are saved unchanged."""
 
     def __init__(self, paths: Mapping[str, KeyPath], blocks: Mapping[str, Blocks]) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class TyingWriter(FileSystemWriter):
 
 
 class RemoteWriter(TyingWriter):
-    """Writes shards to a URL under names of their own, so that those of an earlier save there stay.
+    """Writes shards to a URL under new names, so that shards of an earlier save remain.
 
     Attributes:
         table: On the first rank, after a save, the table of contents, which is not written yet.

@@ -1,4 +1,4 @@
-"""Unpickling a table of contents without running what a stranger put into it."""
+"""Unpickles a table of contents without running code in it."""
 
 from __future__ import annotations
 

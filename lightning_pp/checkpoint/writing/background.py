@@ -23,7 +23,7 @@ class BackgroundSaver:
     call :meth:`save` and :meth:`wait` alike, and any of them :meth:`then`.
 
     Args:
-        group: All ranks, and used by nobody else: collectives of two threads over one group would mix.
+        group: All ranks, and used by no other code: collectives of two threads over one group would mix.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -36,7 +36,7 @@ class BackgroundSaver:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether there is a save that nobody has waited for; the same on all ranks."""
+        """Whether there is a save that has not been waited for; the same on all ranks."""
         return self._thread is not None
 
     def save(self, write: Callable[[dist.ProcessGroup | None], None]) -> None:

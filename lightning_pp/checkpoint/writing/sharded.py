@@ -36,7 +36,7 @@ from lightning_pp.tensor.parts import TensorPart
 
 @dataclass(frozen=True)
 class ShardedSave:
-    """A save of which only the writing is left to do.
+    """A prepared save: only the writing is left.
 
     Attributes:
         path: Where the folder goes.

@@ -75,7 +75,7 @@ def export(options: argparse.Namespace) -> str:
     if kind == "safetensors" and not options.merge:
         weights = files.Weights.from_checkpoint(opened, options.prefix or "", dtype)
         files.export_safetensors_file(weights, target, overwrite=options.overwrite)
-        return _told(weights, target)
+        return _line(weights, target)
     found = _model(opened, source, kind, options)
     if found is not None and has_adapter(found[1]):
         return _export_peft(opened, source, target, found, kind, dtype, options)
@@ -89,7 +89,7 @@ def _export_ckpt(opened: OpenedCheckpoint, target: Path, dtype: torch.dtype | No
         raise ConfigurationError("--prefix is for safetensors: a .ckpt keeps the names of the LightningModule")
     weights = files.Weights.from_checkpoint(opened, "", dtype)
     files.export_ckpt(opened, weights, target, with_optimizers=not options.model_only, overwrite=options.overwrite)
-    return _told(weights, target)
+    return _line(weights, target)
 
 
 def _model(
@@ -111,9 +111,9 @@ def _model(
         )
     if look_like_peft(opened.content["state_dict"]):
         raise ConfigurationError(
-            "the checkpoint holds a model of PEFT, whose names from_pretrained does not know as they are. The export "
-            f"needs a module that wraps this model, but {why}. Or give a target FILE.safetensors for the tensors as "
-            "they are"
+            "the checkpoint holds a model of PEFT, and from_pretrained does not know its names. So the export needs a "
+            f"module that wraps this model, but {why}. Or give a target FILE.safetensors to write the tensors under "
+            "these names"
         )
     return None
 
@@ -142,7 +142,7 @@ def _export_model(
         overwrite=options.overwrite,
         also=lambda folder: None if model is None else _save_configuration(model, weights, folder),
     )
-    return _told(weights, target) + ("" if model is None else f" ({type(model).__name__})")
+    return _line(weights, target) + ("" if model is None else f" ({type(model).__name__})")
 
 
 def _export_peft(
@@ -179,7 +179,7 @@ def _export_peft(
             overwrite=options.overwrite,
             also=lambda folder: _save_configuration(checkpoint.base, merged, folder),
         )
-    return f"{_told(merged, target)} ({type(checkpoint.base).__name__}, merged with adapter {checkpoint.adapter!r})"
+    return f"{_line(merged, target)} ({type(checkpoint.base).__name__}, merged with adapter {checkpoint.adapter!r})"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -215,7 +215,7 @@ def _bytes(size: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _told(weights: Any, target: Path) -> str:
+def _line(weights: Any, target: Path) -> str:
     tied = f", {len(weights.tied)} further names of tied ones" if weights.tied else ""
     left_out = f", {len(weights.left_out)} entries left out ({weights.left_out[0]}, ...)" if weights.left_out else ""
     return f"{target}: {len(weights.tensors)} tensors{tied}{left_out}"

@@ -125,7 +125,7 @@ def check_fit(
         kind: The model's class, for the error.
 
     Raises:
-        CheckpointError: They differ; all names are counted, and some are told.
+        CheckpointError: They differ; all names are counted, and some are listed.
     """
     reshaped = [
         f"{name} ({shape} in the checkpoint, {expected[name]} in the model)"
@@ -137,6 +137,6 @@ def check_fit(
         "are unexpected": [name for name in found if name not in expected],
         "have another shape": reshaped,
     }
-    told = [f"{len(names)} names {what}: {enumerate_names(names)}" for what, names in problems.items() if names]
-    if told:
-        raise CheckpointError(f"{source} does not fit {kind}: {'; '.join(told)}")
+    texts = [f"{len(names)} names {what}: {enumerate_names(names)}" for what, names in problems.items() if names]
+    if texts:
+        raise CheckpointError(f"{source} does not fit {kind}: {'; '.join(texts)}")

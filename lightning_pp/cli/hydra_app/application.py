@@ -1,4 +1,4 @@
-"""``hydra.main`` for programs that train in several processes, and that say in a sentence what they refuse."""
+"""``hydra.main`` for programs that train in several processes, with one sentence for each refusal."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run_task(
 
         @functools.wraps(task)
         def accepted(config: DictConfig) -> Any:
-            held.let_go()
+            held.release()
             return task(config)
 
         try:

@@ -18,7 +18,7 @@ from lightning_pp.cli.problems import UserError, print_problem
 
 
 class Launcher(Callback):
-    """Starts what the group ``launcher`` says, in place of this process. ``new_folder``: Hydra's, if it is new."""
+    """Replaces this process by the launcher of the config. ``new_folder``: Hydra's folder, if it is new."""
 
     new_folder: ClassVar[Path | None] = None
 

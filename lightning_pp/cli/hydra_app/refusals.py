@@ -1,4 +1,4 @@
-"""What Hydra refuses to compose, in one sentence with the closest names there are."""
+"""Refusals of Hydra, in one sentence with the closest names."""
 
 from __future__ import annotations
 

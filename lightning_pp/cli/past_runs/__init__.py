@@ -1,1 +1,1 @@
-"""``lightning-pp-report``: runs that have ended, shown again and compared."""
+"""``lightning-pp-report``: shows and compares runs that have ended."""

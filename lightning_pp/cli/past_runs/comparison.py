@@ -1,4 +1,4 @@
-"""Two runs side by side: what was set differently, and what came of it."""
+"""Two runs side by side: their different settings and results."""
 
 from __future__ import annotations
 

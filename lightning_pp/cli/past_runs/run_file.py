@@ -1,4 +1,4 @@
-"""What a run leaves in its folder for ``lightning-pp-report``: plain JSON.
+"""The file that a run writes into its folder for ``lightning-pp-report``: plain JSON.
 
 ::
 
@@ -39,7 +39,7 @@ _NUMBERS = ("step_ms", "bubble_fraction", "tokens_per_s", "samples_per_s", "firs
 
 @dataclass(frozen=True)
 class RunFile:
-    """What the file says.
+    """The content of the file.
 
     Attributes:
         folder: Where it lies.
@@ -63,10 +63,10 @@ class RunFile:
     @cached_property
     def diagnosis(self) -> Diagnosis | None:
         """What would have made its steps shorter."""
-        if (told := self.content.get("diagnosis")) is None:
+        if (stored := self.content.get("diagnosis")) is None:
             return None
-        findings = [Finding(**{name: one[name] for name in one if name != "text"}) for one in told["findings"]]
-        return Diagnosis(findings, told["num_steps"], told["step_ms"], told["simulated_ms"])
+        findings = [Finding(**{name: one[name] for name in one if name != "text"}) for one in stored["findings"]]
+        return Diagnosis(findings, stored["num_steps"], stored["step_ms"], stored["simulated_ms"])
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -1,4 +1,4 @@
-"""``lightning-pp-plan --check package.module:MyModule``: whether a module can be cut, before any GPU is rented.
+"""``lightning-pp-plan --check package.module:MyModule``: whether a module can be cut, without a GPU.
 
 ::
 

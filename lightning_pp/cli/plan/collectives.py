@@ -1,4 +1,4 @@
-"""What data-parallel ranks gather and reduce in a step, and how much longer a step takes by it."""
+"""Gathers and reductions of data-parallel ranks in a step, and how much they lengthen it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_pp.split.memory.state_memory import ParameterSize, StateSizes
 
 @dataclass(frozen=True)
 class Collectives:
-    """What the data-parallel ranks of each stage gather and reduce.
+    """Gathers and reductions of the data-parallel ranks of each stage.
 
     Attributes:
         sharding: What is gathered, for :func:`insert_sharding`.

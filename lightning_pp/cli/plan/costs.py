@@ -1,4 +1,4 @@
-"""What F, I, W and transfers cost on every stage of a cut: measured, or estimated from FLOPs and bytes."""
+"""Costs of F, I, W and transfers on every stage of a cut: measured, or estimated from FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PREFIXES = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a device is thought to be.
+    """The assumed speed of a device.
 
     Attributes:
         flops_per_s: Floating point operations per second that it reaches; None if nothing is known, and then times are
@@ -134,7 +134,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 class Costs:
-    """Gives the costs of the stages of any cut of one model.
+    """Computes the costs of the stages of any cut of one model.
 
     Args:
         speed: For estimates.

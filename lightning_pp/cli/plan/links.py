@@ -1,4 +1,4 @@
-"""The links of a plan: the user's numbers, what the doctor measured, what is known of a device, or else assumed."""
+"""The links of a plan, by the user's numbers, the doctor's, the known ones of a device, or defaults."""
 
 from __future__ import annotations
 

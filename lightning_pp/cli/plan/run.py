@@ -73,15 +73,15 @@ def make_plan(config: DictConfig, console: Console | None = None) -> Plan | None
     """
     console = wide(console)
     request = request_of(config)
-    with told("building data and model") as tell:
+    with progress_line("building data and model") as tell:
         return _plan(request, console, tell)
 
 
 @contextmanager
-def told(what: str) -> Iterator[Callable[[str], None]]:
-    """Within, tells on standard error what is being done: on a terminal in a line that changes, else if it is long.
+def progress_line(what: str) -> Iterator[Callable[[str], None]]:
+    """A context that says on standard error what runs: on a terminal in a line that changes, else if it takes long.
 
-    Gives what is to be told that something else is done now.
+    Yields a function to call with each new text.
     """
     stderr = Console(stderr=True)
     if stderr.is_terminal:
@@ -252,7 +252,7 @@ def _nothing_fits(table: ScheduleTable, limit: float | None) -> UserError:
 
 @contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Within, whatever is raised is told as what keeps the module ``name`` from being cut, with the user's line."""
+    """In the block, any error becomes one that says why the module ``name`` cannot be cut, with the user's line."""
     try:
         yield
     except UserError:

@@ -1,4 +1,4 @@
-"""Every schedule for one model: what it takes, what it holds, what it sends."""
+"""Every schedule for one model: its time, its memory, its messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def known_schedules() -> list[str]:
 
 @dataclass(frozen=True)
 class ModelCut:
-    """A model cut for one placement, with what its stages cost.
+    """A model cut for one placement, with the costs of its stages.
 
     Attributes:
         split: The cut.
@@ -105,7 +105,7 @@ class PlannedSchedule:
 
 @dataclass(frozen=True)
 class UnusableSchedule:
-    """A schedule that cannot be had here.
+    """A schedule that is not possible here.
 
     Attributes:
         name: Its name.
@@ -198,7 +198,7 @@ class Planner:
 
         Args:
             names: The schedules to build, by default all; that of the run is in the table whatever they are.
-            tell: Is told which one is being built.
+            tell: Called with the one that is being built.
 
         Raises:
             ScheduleError: A name is unknown, or a CSV file does not fit.

@@ -1,1 +1,1 @@
-"""The ranks watch each other: one table of what each tells in the store, and what the host shows of processes."""
+"""The ranks watch each other: by a table in the store to which each rank writes, and by the host's processes."""

@@ -1,4 +1,4 @@
-"""What the host tells of other ranks' processes: whether they are gone, and of what, or stopped."""
+"""The processes of other ranks on this host: whether they have ended, and why, or are stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def this_machine() -> str:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether the process has ended, even if nobody has asked for its exit code yet."""
+    """Whether the process has ended, even if its exit code has not been read yet."""
     return _state_of(pid)[0] in ("", "Z", "X")
 
 
@@ -90,7 +90,7 @@ class Neighbours:
 
 
 def _ended(code: int | None) -> str:
-    """How a process has ended, as a part of a sentence; by its exit code, None if nobody knows."""
+    """How a process has ended, as a part of a sentence; by its exit code, None if not known."""
     if code is None:
         return "ended without a message: it was killed, or crashed in native code"
     if code < 0:

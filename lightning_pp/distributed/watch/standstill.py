@@ -1,4 +1,4 @@
-"""Who keeps the others waiting: found from where all ranks stand, which they tell when one of them asks."""
+"""Finds the rank for which the others wait, from the positions that all ranks report when one of them asks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_TOLD = 4
 
 
 class Standstill:
-    """Answers for this rank where it stands, and asks the others in three cases.
+    """Reports this rank's position when asked, and asks the others in three cases.
 
     * It waits, and has not moved for a minute: it prints who keeps it waiting. One rank does that for all of them.
     * It has waited in one call for ``deadlock_s``, and is rank 0: if every rank has, that is the run's failure.
@@ -116,11 +116,11 @@ class Standstill:
             self._report(RankFailure(None, "", what, is_gone=True))
         self._deadlock_due_at = now + max(1.0, deadlock_s - least)
         if self._has_timed_out.is_set():
-            if (failure := self._one_that_stands()) is not None:
+            if (failure := self._stuck_rank()) is not None:
                 self._report(failure)
             self._has_timed_out.clear()
 
-    def _one_that_stands(self) -> RankFailure | None:
+    def _stuck_rank(self) -> RankFailure | None:
         """The rank that runs the user's code and has not moved for long, else one that does not answer.
 
         Of several ranks that run it none is blamed: some may wait for a device there.

@@ -1,4 +1,4 @@
-"""The table of a run: what each rank tells the others, in the job's key-value store."""
+"""The table of a run: each rank's entries for the others, in the job's key-value store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RankFailure:
 
 
 class Standing(NamedTuple):
-    """Where a rank stood when it was asked.
+    """The position of a rank when it was asked.
 
     Attributes:
         place: Its host, stages and replica.
@@ -61,7 +61,7 @@ class Standing(NamedTuple):
 
 
 class Table:
-    """What the ranks of one run tell each other.
+    """The entries of the ranks of one run.
 
     =================  ====================================================  =====================================
     name               what a rank tells                                     who reads it
@@ -99,7 +99,7 @@ class Table:
         return cls(own, run, num_ranks, rank)
 
     def tell_failure(self, failure: RankFailure) -> RankFailure:
-        """Tells of ``failure`` unless another came first; returns the one that did."""
+        """Writes ``failure`` unless another came first; returns the first one."""
         return _failure(self.tell_first("failure", asdict(failure)))
 
     def failure(self) -> RankFailure | None:
@@ -108,11 +108,11 @@ class Table:
         return None if told is None else _failure(told)
 
     def tell_first(self, name: str, value: Any) -> Any:
-        """Tells ``value`` unless a rank has told something under ``name`` before; returns what was told first."""
+        """Writes ``value`` unless a rank has written under ``name`` before; returns what was written first."""
         return json.loads(self._store.compare_set(f"{self._prefix}/{name}", "", json.dumps(value)))
 
     def first(self, name: str) -> Any:
-        """What was told first under ``name``; None if nothing yet."""
+        """What was written first under ``name``; None if nothing yet."""
         key = f"{self._prefix}/{name}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 

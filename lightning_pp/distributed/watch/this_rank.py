@@ -1,4 +1,4 @@
-"""What a watchdog asks of its own rank: how far it has come, what it runs, how to wake it."""
+"""A watchdog's view of its own rank: its progress, what it runs, how to wake it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 
 class RankStoppedError(RuntimeError):
-    """What this rank waited for does not come: another rank has ended, or does not go on."""
+    """This rank waited in vain: another rank has ended, or does not continue."""
 
 
 class Position(NamedTuple):
-    """How far a rank has come.
+    """The progress of a rank.
 
     Attributes:
         batch: In words: ``batch 812 of training``.
@@ -29,7 +29,7 @@ class Position(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """What the main thread of a rank runs.
+    """The stack of a rank's main thread.
 
     Attributes:
         waits: Whether it may wait for others, since it is in none of the user's code.
@@ -43,7 +43,7 @@ class Stack(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a rank has come in one pass over its data.
+    """The progress of a rank in one pass over its data.
 
     Attributes:
         data: Which data, in words, the same on every rank.

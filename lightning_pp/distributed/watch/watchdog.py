@@ -26,7 +26,7 @@ _MOST_RANKS_PER_S = 2048
 
 
 class Watchdog:
-    """Two threads of a rank: one reads the table, one looks at the host, and what they find ends the run here.
+    """Two threads of a rank: one reads the table, one looks at the host. A failure that they find ends the run here.
 
     * A failure in the table, or a neighbour on this host that is gone without having left the run, or is stopped.
     * A rank is left alone for two seconds, for most hear of it by the connections that end. Then ``wake`` ends those
@@ -70,8 +70,8 @@ class Watchdog:
             time.sleep(_POLL_S / 4)
         return self._found
 
-    def one_that_stands(self) -> RankFailure | None:
-        """The rank that keeps the others waiting, once all have been told of it; or the failure that came first.
+    def stuck_rank(self) -> RankFailure | None:
+        """The rank that keeps the others waiting, once all know of it; or the failure that came first.
 
         That is one that runs the user's code and has not moved for long, else one that does not answer. None if there
         is no such rank.
@@ -82,7 +82,7 @@ class Watchdog:
         return self._found
 
     def post(self, failure: RankFailure) -> RankFailure:
-        """Tells the others, unless another failure came first; returns the one that did."""
+        """Reports to the others, unless another failure came first; returns the first one."""
 
         def post() -> None:
             # the store may have gone with its process
@@ -117,7 +117,7 @@ class Watchdog:
         """This rank has left the run; nothing happens to it any more.
 
         Args:
-            failed: Whether it has told of a failure; otherwise the others take its end for the run's.
+            failed: Whether it has reported a failure; otherwise the others take its end for the run's.
         """
         if self._ended.is_set():
             return
@@ -173,7 +173,7 @@ class Watchdog:
             if self._found is None:
                 failure = self._neighbours.failure(self._has_left) or self._failure_of_store()
                 if failure is not None:
-                    self._take_up(failure)
+                    self._apply(failure)
             failure = self._found
             if failure is None:
                 continue
@@ -190,7 +190,7 @@ class Watchdog:
             if waited > _END_S and is_gone and not self._ended.is_set():
                 end_process(failure)
 
-    def _take_up(self, failure: RankFailure) -> None:
+    def _apply(self, failure: RankFailure) -> None:
         """A process is gone or stopped, or the store is."""
         if failure.rank == 0 and self._store_is_of_rank_0:  # its store is no more, or does not answer
             self._found = self._found or failure
@@ -199,7 +199,7 @@ class Watchdog:
         self._neighbours.end_stopped(failure.rank)
 
     def _failure_of_store(self) -> RankFailure | None:
-        """The end of the store, if nobody can see of what it died."""
+        """The end of the store, if its cause is not known."""
         lost = self._store_lost_at
         if lost is None or time.monotonic() - lost < _STORE_ANSWERS_S:
             return None
@@ -208,7 +208,7 @@ class Watchdog:
         return RankFailure(0, "", what, is_gone=True)
 
     def _has_left(self, rank: int) -> bool:
-        """Whether a rank whose process is gone has left the run before, or told of its failure."""
+        """Whether a rank whose process is gone has left the run before, or reported its failure."""
         number, end = self._num_reads, time.monotonic() + _STORE_ANSWERS_S
         while self._num_reads < number + 2 and time.monotonic() < end:
             if self._found is not None or self._ended.is_set():

@@ -1,4 +1,4 @@
-"""Channels between the ranks: whether what is sent arrives, how fast, and what a channel takes."""
+"""Channels between the ranks: whether messages arrive, how fast, and how much memory a channel takes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def judge(values: Sequence[dict[str, Any]]) -> list[Finding]:
     slow = [link for link in links if link["gb_per_s"] < _SLOW * median(speeds)]
     if slow and len(links) > 1:
         text = ", ".join(f"{link['pair'][0]} and {link['pair'][1]} ({link['gb_per_s']:.1f} GB/s)" for link in slow)
-        advice = "Keep neighbours of a pipeline on one host or one switch; nvidia-smi topo -m tells what joins them."
+        advice = "Keep neighbours of a pipeline on one host or one switch; nvidia-smi topo -m shows their connections."
         findings.append(Finding(Status.WARNING, f"Slower than the others: ranks {text}.", advice))
     if opened_s > _LONG_OPENING_S:
         advice = "Look at the name service of the hosts, and at NCCL_SOCKET_IFNAME and NCCL_DEBUG=INFO."
@@ -89,7 +89,7 @@ def judge(values: Sequence[dict[str, Any]]) -> list[Finding]:
 def _by_hosts(values: Sequence[dict[str, Any]]) -> str:
     """The medians of the pairs on one host and of the others, where there are both."""
     hosts = {value["rank"]: value["host"] for value in values}
-    told = []
+    texts = []
     for where, is_one in (("on one host", True), ("between hosts", False)):
         links = [
             link
@@ -99,8 +99,8 @@ def _by_hosts(values: Sequence[dict[str, Any]]) -> str:
         ]
         if links:
             latency, speed = (median(link[key] for link in links) for key in ("latency_us", "gb_per_s"))
-            told.append(f"{latency:.0f} µs and {speed:.1f} GB/s {where}")
-    return f" ({', '.join(told)})" if len(told) == 2 else ""
+            texts.append(f"{latency:.0f} µs and {speed:.1f} GB/s {where}")
+    return f" ({', '.join(texts)})" if len(texts) == 2 else ""
 
 
 def _pairs(num_ranks: int) -> list[tuple[int, int]]:
@@ -130,6 +130,6 @@ CHECKS = [
         look,
         judge,
         limit_s=60.0,
-        advice="Look at firewalls, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO tells how ranks are joined.",
+        advice="Look at firewalls, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO shows how ranks connect.",
     )
 ]

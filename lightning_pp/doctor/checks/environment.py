@@ -1,4 +1,4 @@
-"""Versions, drivers, devices and variables: what is known to go wrong, and what an issue has to tell."""
+"""Versions, drivers, devices and variables: known problems, and facts that an issue needs."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def judge(values: Sequence[dict[str, Any]]) -> list[Finding]:
         else f"{mine['num_cpus']} CPUs"
     )
     hosts = len({value["host"] for value in values})
-    told = f"{packages}, Python {mine['python']}; {device}; {len(values)} ranks on {hosts} host{'s'[: hosts > 1]}."
-    summary = Finding(Status.OK, told, details=list(values))
+    text = f"{packages}, Python {mine['python']}; {device}; {len(values)} ranks on {hosts} host{'s'[: hosts > 1]}."
+    summary = Finding(Status.OK, text, details=list(values))
     return [summary, *problems] if problems else [summary]
 
 
@@ -142,7 +142,7 @@ def _machine_findings(values: Sequence[dict[str, Any]]) -> list[Finding]:
             problems.append(Finding(Status.WARNING, f"Ranks have different devices: {', '.join(names)}.", advice))
         problems += _container_findings(mine)
     elif mine["num_ranks_here"] > mine["num_cpus"]:
-        found = f"{mine['num_ranks_here']} processes share {mine['num_cpus']} CPUs; times say little."
+        found = f"{mine['num_ranks_here']} processes share {mine['num_cpus']} CPUs, so measured times mean little."
         problems.append(Finding(Status.WARNING, found, "Take fewer processes (--devices) to measure."))
     shm = mine["shm_bytes"]
     if shm is not None and shm < _LEAST_SHM_BYTES:
@@ -185,12 +185,12 @@ def _device_properties(rank: Rank) -> dict[str, Any]:
         "capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
-        "driver": _told_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
-        "topology": _told_by("nvidia-smi", "topo", "-m") if rank.rank == 0 else "",
+        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
+        "topology": _output_of("nvidia-smi", "topo", "-m") if rank.rank == 0 else "",
     }
 
 
-def _told_by(*command: str) -> str:
+def _output_of(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -209,5 +209,5 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts[:3])
 
 
-_TOLD = "versions, drivers, devices and variables, and whether all ranks have the same"
-CHECKS = [Check("environment", _TOLD, look, judge, fewest_ranks=1, limit_s=60.0, advice=_BASE)]
+_TITLE = "versions, drivers, devices and variables, and whether all ranks have the same"
+CHECKS = [Check("environment", _TITLE, look, judge, fewest_ranks=1, limit_s=60.0, advice=_BASE)]

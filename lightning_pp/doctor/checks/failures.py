@@ -1,4 +1,4 @@
-"""What becomes of a training of which one rank fails: it ends, and says whose failure it was."""
+"""Checks that a training ends if one rank fails, and that it names this rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _WAYS: dict[str, Callable[[torch.device], None]] = {
 
 
 class Failing(Chain):
-    """Meets its end on one rank, in a batch after the first ones."""
+    """Fails on one rank, in a batch after the first ones."""
 
     def __init__(self, rank: Rank, way: str) -> None:
         super().__init__(num_blocks_for(rank))
@@ -69,9 +69,9 @@ def judge_ends(outcomes: Sequence[Outcome]) -> list[Finding]:
     unaware = [outcome for outcome in others if outcome.has_returned]
     silent = [outcome for outcome in others if f"because rank {number} " not in f"{outcome.error}{outcome.output}"]
     if victim.noted != _FAILING:
-        found = f"The training did not come to batch {_AT_BATCH}: {victim}."
+        found = f"The training did not reach batch {_AT_BATCH}: {victim}."
     elif victim.has_returned:
-        found = f"Rank {number} was to fail and did not."
+        found = f"Rank {number} should have failed but did not."
     elif late:
         ranks = ", ".join(str(outcome.rank) for outcome in late)
         found = f"Ranks {ranks} had not ended {max(o.seconds for o in late) - at:.0f} s after rank {number} failed."

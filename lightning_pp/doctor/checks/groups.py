@@ -1,4 +1,4 @@
-"""What checks that send messages themselves have in common: the group of all ranks, and channels between neighbours."""
+"""Shared by checks that send messages themselves: the group of all ranks, and channels between neighbours."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from lightning_pp.doctor.findings import Check, Finding, Rank, Status
 
 _NUM_STEPS = 3
 _MOST_DIFFERENCE = {"32-true": 1e-3, "bf16-mixed": 5e-2}
-"""Of what a parameter has moved by; sums in another order, and with TF32 products, stay below."""
+"""As a share of a parameter's change; sums in another order, and with TF32 products, stay below it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def train(rank: Rank) -> list[dict[str, Any]]:
     """Each case with its largest difference on this rank."""
     whole = batches(_NUM_STEPS, 8 * 2)
     alone: dict[str, Notes] = {}
-    told = []
+    differences = []
     for case in cases(rank.num_ranks, is_quick=rank.is_quick):
         rank.note(str(case))
         if case.precision not in alone:
@@ -80,7 +80,7 @@ def train(rank: Rank) -> list[dict[str, Any]]:
         )
         trainer.fit(module, loader(batches_for_replica(whole, rank.rank % case.replicas, case.replicas)))
         share, name = difference(notes, alone[case.precision], Chain(num_blocks_for(rank)))
-        told.append(
+        differences.append(
             {
                 **asdict(case),
                 "case": str(case),
@@ -90,7 +90,7 @@ def train(rank: Rank) -> list[dict[str, Any]]:
                 "losses_alone": alone[case.precision].losses,
             }
         )
-    return told
+    return differences
 
 
 def judge(values: Sequence[list[dict[str, Any]]]) -> list[Finding]:
@@ -114,14 +114,14 @@ def judge(values: Sequence[list[dict[str, Any]]]) -> list[Finding]:
         advice = "Do not train with these settings; attach the JSON to an issue."
         return [Finding(Status.FAILURE, found, advice, list(values))]
     shares = ", ".join(f"{share:.1g} in {precision}" for precision, share in largest.items() if share)
-    found = f"{len(values[0])} trainings of {_NUM_STEPS} steps are those of one device; parameters differ by {shares}."
+    found = f"{len(values[0])} trainings of {_NUM_STEPS} steps equal one device's; parameters differ by {shares}."
     return [Finding(Status.OK, found, details=list(values))]
 
 
 CHECKS = [
     Check(
         "parity",
-        "three steps of 1f1b, zb_h1 and zb_v, with and without replicas, are those of one device",
+        "three steps of 1f1b, zb_h1 and zb_v, with and without replicas, equal those of one device",
         train,
         judge,
         limit_s=120.0,

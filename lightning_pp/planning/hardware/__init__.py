@@ -1,1 +1,1 @@
-"""What devices, and the links between them, are known to do."""
+"""Known speeds of devices and of the links between them."""

@@ -1,4 +1,4 @@
-"""How fast the memory of devices is, beside what they compute."""
+"""The memory bandwidth of devices, beside their FLOP/s."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """The device that is planned for, and where the planning itself runs.
+    """The device of the plan, and the device on which planning runs.
 
     Attributes:
         type: Of the device that is planned for.

@@ -1,4 +1,4 @@
-"""What a message between two ranks takes: by latency and bandwidth, inside a node and between nodes."""
+"""The time of a message between two ranks: by latency and bandwidth, inside a node and between nodes."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def links_measured(path: str | PathLike[str]) -> tuple[LinkSpeed | None, LinkSpe
             raise ValueError("no pair of ranks was measured")
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigurationError(
-            f"{path} has no latency and bandwidth between ranks ({type(error).__name__}: {error}): it has to be what "
+            f"{path} has no latency and bandwidth between ranks ({type(error).__name__}: {error}): give the file that "
             "lightning-pp-doctor --only channels has written."
         ) from error
 

@@ -1,1 +1,1 @@
-"""What ranks hold, and cuts within what they may hold."""
+"""The memory of ranks, and cuts within a memory limit."""

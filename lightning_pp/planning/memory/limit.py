@@ -1,4 +1,4 @@
-"""Cuts within what a device may hold: parameters, gradients, optimizer state, activations and buffers together."""
+"""Cuts within a memory limit: for parameters, gradients, optimizer state, activations and buffers together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BISECTIONS = 12
 
 @dataclass(frozen=True, eq=False)
 class DeviceMemory:
-    """The most that a rank may hold, and what it does hold under a cut.
+    """The memory limit of a rank, and its memory under a cut.
 
     Attributes:
         limit_gib: The limit; every rank has the same.
@@ -83,7 +83,7 @@ class DeviceMemory:
         if model != self.model:
             sizes, record = split.parameter_sizes, split.counted.record
             estimate = model.estimate(record, split.partition, split.placement, sizes, schedule)
-            what = f"training with {type(optimizer).__name__}, for which the model was not cut,"
+            what = f"training with {type(optimizer).__name__} (the model was not cut for it)"
             self._check(self._needs(estimate, split.placement), split.partition, split.placement, schedule, what)
 
     def _check(

@@ -1,1 +1,1 @@
-"""Cuts inside blocks: which blocks their children can stand for, and whether a step gets shorter by it."""
+"""Cuts inside blocks: which blocks can be replaced by their children, and whether this shortens a step."""

@@ -1,4 +1,4 @@
-"""Which units their children can be units in place of, without anything else of the step being changed by it.
+"""Which units can be replaced by their children without any other change of the step.
 
 A unit runs on one stage, with its hooks, in one piece; the code of a refined one is code between units, which runs on
 every stage. So a unit is refined only if nothing can be told of it from outside (:func:`refinable`), and what the

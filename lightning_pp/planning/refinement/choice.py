@@ -23,7 +23,7 @@ _WORTH_A_SPLIT_HEAD = 0.97
 _WORTH_A_REFINEMENT = 0.98
 
 Record = Callable[[Collection[str], int], RecordedModel | None]
-"""Records the step with the named units refined and so many parts of a head; None where that cannot be done."""
+"""Records the step with the named units refined and this number of parts of a head; None if it cannot."""
 Decided = Callable[[Callable[[], Any]], Any]
 Request = Callable[[RecordedModel], LayoutRequest]
 
@@ -289,9 +289,9 @@ def _about_head(recording: RecordedModel, times: Sequence[float]) -> str:
     head = recording.record.split_head
     number = sum(call.unit.startswith(f"{head}[") for call in recording.record.calls)
     if _head_for(times) == 0:
-        verdict = f"is cut along its classes into {number} parts: with it whole, a step is planned to take"
+        verdict = f"is cut along its classes into {number} parts. With a whole head, a step is estimated to take"
         return f"The head {head!r} {verdict} {whole_time / split_time:.2f} times as long."
-    verdict = f"stays whole on one stage: in {number} parts, a step is planned to take"
+    verdict = f"stays whole on one stage. With {number} parts, a step is estimated to take"
     return f"The head {head!r} {verdict} {split_time / whole_time:.2f} times as long."
 
 

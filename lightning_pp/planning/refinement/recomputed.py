@@ -1,4 +1,4 @@
-"""``activation_checkpointing="auto"``: as few blocks as a limit of memory asks for, on the ranks that need it."""
+"""``activation_checkpointing="auto"``: as few blocks as a memory limit allows, on the ranks above it."""
 
 from __future__ import annotations
 

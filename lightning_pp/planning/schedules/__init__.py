@@ -1,1 +1,1 @@
-"""What the user asks of the schedule, and the programs that come of it."""
+"""The user's options for the schedule, and the programs made from them."""

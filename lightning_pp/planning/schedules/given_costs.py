@@ -46,8 +46,8 @@ class GivenCosts:
         if number % num_ranks if num_stages is None else number != num_stages:
             raise ConfigurationError(
                 f"{self.origin} are for {number} stages, but {num_ranks} ranks have "
-                f"{f'a multiple of {num_ranks}' if num_stages is None else num_stages} of them. Give costs that were "
-                "measured with that number of stages, or leave costs out to have them measured."
+                f"{f'a multiple of {num_ranks}' if num_stages is None else num_stages} of them. Give costs of that "
+                "number of stages, or leave costs out: then they are measured."
             )
 
 

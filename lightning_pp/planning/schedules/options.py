@@ -1,4 +1,4 @@
-"""What the user asks of the schedule, checked as far as it can be without devices and without the model."""
+"""The user's options for the schedule, checked as far as possible without devices and model."""
 
 from __future__ import annotations
 

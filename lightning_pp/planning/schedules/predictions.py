@@ -1,4 +1,4 @@
-"""What steps would take under several schedules, by the same costs."""
+"""Predicted times of a step under several schedules, by the same costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where programs come from: what ``schedule=`` names, read once and then asked.
+"""The source of programs: ``schedule=`` is read once, and then asked for programs.
 
 ``schedule=`` names a family of schedules (:class:`Named`), a CSV file (:class:`FromFile`) or the search
 (:class:`Searched`). :func:`schedule_source` tells them apart, and nobody else does.
@@ -54,7 +54,7 @@ class _Request(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleSource(ABC):
-    """Gives programs for any number of microbatches, and says on which placements they can be.
+    """Makes programs for any number of microbatches, and says which placements are possible.
 
     Attributes:
         name: What the user writes.

@@ -1,1 +1,1 @@
-"""Plans of recorded steps, and the state by which one serves again."""
+"""Plans of recorded steps, and the state that decides whether a plan can be reused."""

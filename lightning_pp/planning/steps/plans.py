@@ -73,7 +73,7 @@ def without_sizes(signature: Hashable) -> Hashable:
 
 
 class UnrecordedRun:
-    """Takes the place of a dry run where the step is rehearsed or measured.
+    """Stands for a dry run if the step is rehearsed or measured.
 
     Args:
         copies_batch: Whether the step gets a copy of its batch, into which it may write.
@@ -117,7 +117,7 @@ class _UsedPlan:
 
 
 class StepPlanCache:
-    """Knows what each stage does with a microbatch of a given signature.
+    """Keeps the plan for each signature of microbatches.
 
     Args:
         module: The whole model.
@@ -347,9 +347,9 @@ class StepPlanCache:
             if self._failure is None:
                 raise
             raise SplitError(
-                f"{error}\nThe model was cut before the step could be recorded, since the step raised {self._failure} "
-                "when it was run at set-up: the order of its units, and what uses a parameter outside of them, were "
-                "not known. Set in __init__ or setup() what the step needs, so that it can be run before training."
+                f"{error}\nThe step raised {self._failure} when it was run at set-up, so the model was cut without a "
+                "recording: the order of its units, and parameters used outside of units, were unknown. Set what the "
+                "step needs in __init__ or setup(), so that it can be run before training."
             ) from error
         return plan
 
@@ -388,8 +388,8 @@ class StepPlanCache:
                     raise SplitError(
                         f"{line} uses the parameter {name!r} outside of a call of its unit, on stage {stage}, and "
                         f"{'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))} alone "
-                        f"{'has' if len(stages) == 1 else 'have'} it: the step that the model was cut for does not use "
-                        "it so. Call the unit (its forward) here as there, or do this on one device with a checkpoint."
+                        f"{'has' if len(stages) == 1 else 'have'} it: the step for which the model was cut does not "
+                        "use it there. Call the unit (its forward) instead, or do this on one device with a checkpoint."
                     )
 
 

@@ -1,4 +1,4 @@
-"""Running F, I and W of some units alone: with random parameters, on made-up values instead of what they receive.
+"""Runs F, I and W of some units alone: with random parameters, on made-up inputs.
 
 The user's step runs as on the stage of a pipeline that has just these units (:class:`StageRunner`): everything else in
 it is fake. So a model that does not fit into memory can be measured.
@@ -35,7 +35,7 @@ _SPREAD = 0.02  # of random parameters: of the size that initialisers give
 
 @dataclass(eq=False)
 class UnitsAlone:
-    """Some units of a model, with memory, and ready to run. To be used within :meth:`ready`.
+    """Some units of a model, allocated and ready to run. Use them within :meth:`ready`.
 
     Attributes:
         recording: The model.
@@ -60,7 +60,7 @@ class UnitsAlone:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Within, the units have parameters with random values on the device; everything else has none."""
+        """In the block, the units have parameters with random values on the device; everything else has none."""
         recording = self.recording
         with ExitStack() as stack:
             stack.enter_context(generators_untouched(self.device))

@@ -1,4 +1,4 @@
-"""Which groups of units do the same work, so that one of them is measured for all."""
+"""Groups of units that do the same work, so that one group is measured for all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pp.split.record.step_record import Reads, UnitCall
 
 @dataclass(frozen=True)
 class Group:
-    """Units that have to share a stage, often one.
+    """Units that must share a stage, often a single one.
 
     Attributes:
         units: Their names, in call order.

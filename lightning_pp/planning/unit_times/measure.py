@@ -24,13 +24,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class UnitTimes:
-    """Measures units, and keeps what it has measured.
+    """Measures units, and keeps the results.
 
     Args:
         step: Runs the user's step on the microbatch that was recorded.
         device: Where units run.
         most_seconds: How long it may take altogether; each distinct unit runs once in any case.
-        tell: Is told what is being measured.
+        tell: Called with what is being measured.
 
     Attributes:
         costs: Milliseconds of F, I and W of each unit that was measured, or is like one that was.

@@ -1,1 +1,1 @@
-"""Backward in two actions: input gradients in I, weight gradients, deferred at the operation, in W."""
+"""Backward in two actions: input gradients in I, deferred weight gradients in W."""

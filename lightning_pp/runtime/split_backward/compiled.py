@@ -1,4 +1,4 @@
-"""Compiled code whose weight gradients can wait: a backend of ``torch.compile`` that stands before the real one."""
+"""Compiled code with deferred weight gradients: a backend of ``torch.compile`` that wraps the real one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class DeferringBackend:
-    """Has every captured graph compiled with taps around its products with weights.
+    """Compiles every captured graph with taps around its products with weights.
 
     What is compiled computes no gradient of these weights in its backward; it hands out what they are made of
     (:mod:`~lightning_pp.runtime.split_backward.taps`). Code between two graph breaks is a graph by itself. A product
@@ -51,7 +51,7 @@ class DeferringBackend:
 
 
 class _TappedGraph:
-    """A graph that is compiled at its first call, when its parameters are there."""
+    """A graph that is compiled at its first call, when its parameters are gathered."""
 
     def __init__(self, module: fx.GraphModule, options: Mapping[str, Any], kept: list[Tensor] | None) -> None:
         self._module = module

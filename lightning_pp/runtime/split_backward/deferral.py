@@ -50,7 +50,7 @@ __all__ = [
 
 
 class _Scope:
-    """A class, and not a generator, which would cost more than all that is done; without state, so one is enough."""
+    """A class: a generator would cost more than the work itself. Without state, so one instance serves all."""
 
     def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
         self._enter, self._leave = enter, leave

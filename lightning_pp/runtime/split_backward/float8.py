@@ -1,4 +1,4 @@
-"""The product of torchao's float8 linears as an autograd function whose weight gradient can wait.
+"""The product of torchao's float8 linears as an autograd function that can defer its weight gradient.
 
 Imported only where torchao's float8 linears are. Forward is torchao's own; backward computes what torchao's does, bit
 for bit, and casts the factors of the weight gradient in W.

@@ -1,4 +1,4 @@
-"""Linear operations as autograd functions whose weight gradient can wait.
+"""Linear operations as autograd functions that can defer their weight gradients.
 
 Each computes what the torch function of its name computes. Its backward returns the gradients of the input and of the
 bias, and either queues the weight's (inside
@@ -50,7 +50,7 @@ Grads = tuple[Tensor | None, ...]
 
 
 class ConvolutionOptions(NamedTuple):
-    """What a convolution is told besides its tensors, each a list with one number per spatial dimension."""
+    """The arguments of a convolution besides its tensors, each a list with one number per spatial dimension."""
 
     stride: list[int]
     padding: list[int]
@@ -68,7 +68,7 @@ def per_dimension(value: int | Sequence[int], num_spatial: int) -> list[int]:
 def convolution_options(
     product: Product, weight: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[ConvolutionOptions, list[int]] | None:
-    """What a convolution is told after its bias, and what its input is padded by before; None if torch refuses it."""
+    """The arguments of a convolution after its bias, and the padding of its input; None if torch refuses them."""
     num_spatial, is_transposed = product.num_spatial, product.family is Family.TRANSPOSED_CONVOLUTION
     names: tuple[str, ...] = ("stride", "padding", "dilation", "groups")
     if is_transposed:

@@ -1,4 +1,4 @@
-"""What one stage owes for one microbatch between its input gradient (I) and its weight gradient (W).
+"""The deferred weight gradients of one stage and microbatch, between I and W.
 
 The autograd functions of :mod:`lightning_pp.runtime.split_backward.functions` put one entry per operation into the
 queue that is being collected; :meth:`WeightGradientQueue.run` works them off. An entry holds what the gradient is made
@@ -29,14 +29,14 @@ Entry = tuple[Callable[[Tensor, Tensor, Tensor, Any], None], Tensor, Tensor, Ten
 
 @runtime_checkable
 class DelaysWeightGradient(Protocol):
-    """A module that keeps its own weight gradients back until asked (Transformer Engine's ``delay_wgrad_compute``)."""
+    """A module that defers its own weight gradients (Transformer Engine's ``delay_wgrad_compute``)."""
 
     def backward_dw(self) -> None:
         """Computes the oldest weight gradient kept back and adds it to the parameters' ``.grad``."""
 
 
 class WeightGradientQueue:
-    """The weight gradients that one (stage, microbatch) owes after its I, in the order in which backward met them.
+    """The weight gradients that one (stage, microbatch) deferred in its I, in the order of the backward.
 
     Life cycle: collect (around the backward of I) any number of times, then :meth:`run` or :meth:`clear`, after which
     the queue can serve another microbatch.
@@ -124,7 +124,7 @@ class WeightGradientQueue:
         if on_complete is None and entries:
             _add_all(entries)
         elif on_complete is not None:
-            _add_all_and_tell(entries, modules, on_complete)
+            _add_all_and_report(entries, modules, on_complete)
         for module in modules:
             module.backward_dw()
             if on_complete is not None and isinstance(module, nn.Module):
@@ -172,7 +172,7 @@ class WeightGradientQueue:
 
 
 class _Collector:
-    """The queue that backward fills at this moment.
+    """The queue that backward fills now.
 
     One for the process and not one for a thread: autograd runs the backward of each accelerator in a thread of its own.
     """
@@ -188,7 +188,7 @@ COLLECTOR = _Collector()
 
 
 class _Collecting:
-    """A class, and not a generator, which would cost more than all that is done."""
+    """A class, because a generator would cost more than the work itself."""
 
     __slots__ = ("_beside", "_previous", "_queue")
 
@@ -258,7 +258,7 @@ def _add_all(entries: list[Entry]) -> None:
             add_gradient(weight, left, right, extra)
 
 
-def _add_all_and_tell(
+def _add_all_and_report(
     entries: list[Entry], modules: Iterable[DelaysWeightGradient], on_complete: Callable[[Parameter], None]
 ) -> None:
     """As :func:`_add_all`, in parts that end where a parameter's last gradient has been added."""

@@ -5,7 +5,7 @@ that activation checkpointing re-runs there would not meet it, and torch stops w
 well in ``F.multi_head_attention_forward``, so a third of the weights of ``nn.TransformerEncoderLayer`` would get their
 gradients in I. ``benchmarks/costs/split_backward.py`` shows both.
 
-A name that somebody else has already replaced is left alone, and names bound earlier (``from torch.nn.functional import
+A name that other code has already replaced is left alone, and names bound earlier (``from torch.nn.functional import
 linear``) still mean torch's function; what goes past the table gets its whole gradient in I.
 
 Code that compares a function it was handed with ``F.linear`` while a scope is active compares with the replacement; a
@@ -215,7 +215,7 @@ def _import_float8() -> Replacement:
 
 
 class _Installation:
-    """How many scopes want the table's replacements and how many want them to rest, and which are in place."""
+    """Counts the scopes that turn replacements on and those that turn them off, and keeps the installed ones."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

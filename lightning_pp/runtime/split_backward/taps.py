@@ -1,4 +1,4 @@
-"""How the factors of weight gradients get out of compiled code: as the gradients of inputs that nobody reads.
+"""Gets the factors of weight gradients out of compiled code: as gradients of inputs that no operation reads.
 
 A compiled function has no place where a queue could be filled, but it has inputs, and its backward returns their
 gradients. So it gets two more inputs for each product with a weight, *dummies* shaped like the product's input and
@@ -29,7 +29,7 @@ from lightning_pp.split._torch_private import version_of
 
 
 class TapInput(Function):
-    """``input``, which backward hands out as the gradient of ``dummy`` (both of any shape ``[...]``)."""
+    """``input``, which backward returns as the gradient of ``dummy`` (both of any shape ``[...]``)."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, dummy: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class TapInput(Function):
 
 
 class TapOutput(Function):
-    """``output``, whose gradient backward hands out as that of ``dummy`` too (both of any shape ``[...]``)."""
+    """``output``, whose gradient backward also returns as that of ``dummy`` (both of any shape ``[...]``)."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, dummy: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def tap_output(output: Tensor, dummy: Tensor) -> Tensor:
 
 
 class ProductShapes(NamedTuple):
-    """A product with a weight, as its gradient needs it.
+    """The shapes of a product with a weight that its gradient needs.
 
     Attributes:
         input: Shape of its input.
@@ -88,7 +88,7 @@ class ProductShapes(NamedTuple):
 
 
 class Dummies(Function):
-    """Makes the dummies of one call of a compiled function, and sends what comes back to the weights' gradients.
+    """Makes the dummies of one call of a compiled function, and computes the weights' gradients from theirs.
 
     ``Dummies.apply(zero_of, products, *weights)`` returns two tensors for each product, shaped like its input and its
     output. They have no memory of their own: ``zero_of(dtype)`` is one number, expanded.

@@ -35,7 +35,7 @@ def multiplies_into(wide: torch.dtype, narrow: torch.dtype, device: torch.device
 
 
 def try_products(device: torch.device) -> None:
-    """Asks :func:`multiplies_into` before the first step, in which nobody should wait for the device."""
+    """Calls :func:`multiplies_into` before the first step, in which no code should wait for the device."""
     for narrow, num_dims in product((torch.bfloat16, torch.float16), (2, 3)):
         multiplies_into(torch.float32, narrow, device, num_dims)
 

@@ -1,1 +1,1 @@
-"""What moves between stages: routes, channels, and sends that are under way."""
+"""Messages between stages: routes, channels, and sends under way."""

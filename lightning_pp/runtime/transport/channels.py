@@ -30,7 +30,7 @@ _DTYPES_OF_NCCL = {
 
 
 class _Lane(NamedTuple):
-    """How one message of a route goes, the same in every step.
+    """The way of one message of a route, the same in every step.
 
     Attributes:
         group: The group, or the channel, that it goes through. ``dist.isend`` looks it and the peer up for every
@@ -292,7 +292,7 @@ class Transport:
 def opening_order(channels: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Channels in the order in which each rank opens its own, one after the other.
 
-    It is the same on all ranks, so nobody waits in a circle; and neighbours come in every other pair first, so that the
+    It is the same on all ranks, so none waits in a circle; and neighbours come in every other pair first, so that the
     time does not grow with the pipeline's length.
 
     Args:

@@ -1,4 +1,4 @@
-"""How long messages between ranks take, and copies to the host, while nothing else is going on."""
+"""Measures messages between ranks and copies to the host, while nothing else runs."""
 
 from __future__ import annotations
 

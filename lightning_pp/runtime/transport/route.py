@@ -1,4 +1,4 @@
-"""What one rank sends and receives in one step, derived from the programs of all ranks."""
+"""The messages of one rank in one step, derived from the programs of all ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Stop:
-    """One action of a rank's program with what it has to do with other stages.
+    """One action of a rank's program with its messages.
 
     Attributes:
         action: The action.
@@ -54,7 +54,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Route:
-    """Everything that one rank sends and receives in one step, in the order in which it happens.
+    """All sends and receives of one rank in one step, in order.
 
     Attributes:
         incoming: For each other pipeline rank, its messages to this one in the order in which it sends them. Backends
@@ -157,7 +157,7 @@ def _incoming(
 
 
 def _posts_in_order(schedule: Schedule, messages: _Messages, rank: int) -> list[list[Message]]:
-    """For each action of ``rank`` the receives to post before it, so that nobody waits in a circle.
+    """For each action of ``rank`` the receives to post before it, so that ranks never wait in a circle.
 
     All ranks know one order of all actions: by the time at which they begin where messages take none (see
     :func:`action_turns`), and then by rank. A receive is posted before the first action that comes after the one

@@ -1,4 +1,4 @@
-"""Sends that are under way: keeping each tensor until the other side has it, without waiting for that."""
+"""Sends under way: each tensor is kept until the other side has it, without waiting for that."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Send:
     Args:
         work: What the backend gave; None for an empty tensor, which is not sent.
         tensor: What is sent.
-        is_gradient: Whether it is a gradient, which nobody writes into afterwards.
+        is_gradient: Whether it is a gradient, into which no code writes afterwards.
     """
 
     __slots__ = ("error", "has_left", "is_gradient", "tensor", "work")
@@ -102,16 +102,16 @@ class Sends:
         """``receiver`` is known to have the first ``num_sends`` of this step, and all of the steps before."""
         if self._of_last_step:
             for send in self._of_last_step.pop(receiver, ()):
-                self._let_go(send)
+                self._release(send)
         num_done = self._num_done.get(receiver, 0)
         if num_sends > num_done:
             under_way = self._of_step[receiver]
             for _ in range(num_sends - num_done):
-                self._let_go(under_way.popleft())
+                self._release(under_way.popleft())
             self._num_done[receiver] = num_sends
 
-    def _let_go(self, send: Send) -> None:
-        """NCCL's works hold their tensors until somebody waits, which the device has done by now."""
+    def _release(self, send: Send) -> None:
+        """NCCL's works hold their tensors until a wait, and the device has waited by now."""
         if self._works_tell:
             send.wait()
 

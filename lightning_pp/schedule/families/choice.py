@@ -1,4 +1,4 @@
-"""Choose among several programs of one family, and when to look for more of them."""
+"""Choose among several programs of one family, and decide when to build more of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""1F1B (PipeDream-Flush, arXiv:2006.09503) and what is made of it: split backwards, and several stages a rank.
+"""1F1B (PipeDream-Flush, arXiv:2006.09503) and its variants: split backwards, and several stages a rank.
 
 With one stage a rank and a split backward it is ZB-H1 or ZB-H2 (arXiv:2401.10241, section 2.2). With several stages a
 rank it is interleaved 1F1B (arXiv:2104.04473), or the zero-bubble form of that.

@@ -26,7 +26,7 @@ _PERIOD = 6
 _MAX_ROUNDS_ACTIONS = 400_000
 """Effort of the fitting: rounds times actions."""
 _MAX_PATIENT_ACTIONS = 20_000
-"""Up to so many one round without gain is followed by another."""
+"""With up to this many actions, another round follows one without gain."""
 
 
 def _v_min_offsets(p: int, rank: int) -> dict[str, int]:

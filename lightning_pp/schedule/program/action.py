@@ -1,4 +1,4 @@
-"""What one rank does next: actions and their notation.
+"""Actions of a rank, and their notation.
 
 The notation is that of ``torch.distributed.pipelining``: stage, kind, microbatch, as in ``3F0`` or ``3UNSHARD``.
 """

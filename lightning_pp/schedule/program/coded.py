@@ -24,7 +24,7 @@ INDEX_OF_KIND = {kind: index for index, kind in enumerate(KIND_OF_INDEX)}
 
 
 class CodedProgram(Sequence[Action]):
-    """A program that makes its actions when they are looked at; equal to the tuple of them.
+    """A program that makes its actions on access; equal to the tuple of these actions.
 
     Args:
         codes: The actions, each a code of the module's kind, shape (number of actions), int64.

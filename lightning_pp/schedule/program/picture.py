@@ -1,4 +1,4 @@
-"""A piece of a schedule as text, around a cell that somebody should look at."""
+"""A part of a schedule as text, around one cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank of the pipeline holds which stages."""
+"""The stages of each rank of the pipeline."""
 
 from __future__ import annotations
 

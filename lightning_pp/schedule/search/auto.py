@@ -44,22 +44,22 @@ _MIN_CLIMBING_STEPS = 100
 _CLIMBING_STEPS_PER_ACTION = 100
 """Small problems have fewer orders to visit."""
 _TEMPERATURES = (0.03, 0.06, 0.1, 0.03, 0.02)
-"""Of the climbs of a small problem, each from where the last one ended; the hotter ones leave the start behind."""
+"""Of the climbs of a small problem, each from the end of the last one; hotter ones leave their start."""
 _SMALL = 400
-"""Up to so many actions every placement is improved and the climb may go uphill; more have no time for it."""
+"""With up to this many actions, every placement is improved and the climb may go uphill."""
 _FEWEST_PASSES = 8
-"""Over all actions: less than these, and nothing is tried."""
+"""Passes over all actions; a search with time for fewer tries nothing."""
 _PASSES_OF_PHASES = 3
-"""What taking a candidate apart into forwards and backwards costs, in passes over its actions."""
+"""The cost of splitting a candidate into forwards and backwards, in passes over its actions."""
 _PLANNED_ACTIONS = 2_000_000
-"""Gathers are planned for so many actions after the end of the search too."""
+"""Gathers are planned for this many actions even after the end of the search."""
 _NUM_SIMULATED = 3
-"""Candidates that are compared with the hand-made schedules in the end."""
+"""Candidates that are compared with the hand-made schedules at the end."""
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Orders with their length, and where they come from."""
+    """Orders with their length and origin."""
 
     length: Length
     problem: Problem

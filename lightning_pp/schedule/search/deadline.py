@@ -1,4 +1,4 @@
-"""When a search has to end."""
+"""The deadline of a search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SECONDS_OF_AN_ACTION = 4e-6
 
 
 class Deadline:
-    """The end of a search that may take so many seconds of wall time, counted from now.
+    """The end of a search, a number of seconds of wall time from now.
 
     Args:
         seconds: How long it may take; None: as long as it likes.

@@ -1,4 +1,4 @@
-"""Build orders from nothing by letting every rank decide, as soon as it is free, what to do next.
+"""Build orders greedily: every rank chooses its next action as soon as it is free.
 
 This is the automatic schedule of arXiv:2401.10241 (appendix) as an event simulation, for any placement and any costs. A
 rank knows what has arrived and what is on its way, keeps to its memory limit, and wants I after F and F after I. A
@@ -25,7 +25,7 @@ _ClassRows = list[list[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class Policy:
-    """How a rank decides. The fractions are of the duration of the action that would be done instead.
+    """How a rank chooses. The fractions are of the duration of the action that would run instead.
 
     Attributes:
         weight_fit: A W is done in a wait that is at least this fraction of it: 1 never delays what is on its way.

@@ -1,4 +1,4 @@
-"""Orders for a step whose loss needs the whole batch, in two phases that are chosen apart.
+"""Orders for a step whose loss needs the whole batch, in two phases that are searched separately.
 
 With ``whole_batch_loss`` every F has ended when the last forward of the last stage has, and no backward starts earlier
 (:mod:`lightning_pp.schedule.program.whole_batch`). So a step is a problem of F alone and then one of I and W alone, in

@@ -1,4 +1,4 @@
-"""What the search looks at: one placement, its costs and its limits, as flat tables of numbers.
+"""The problem of a search: one placement, its costs and its limits, as flat tables of numbers.
 
 An *order* is a program as integers: the action of kind k (F 0, I 1, W 2, B 3), stage s and microbatch j is the code
 ``(k * num_stages + s) * m + j``, and ``k * num_stages + s`` is its *row*, as in

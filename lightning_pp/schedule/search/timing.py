@@ -1,4 +1,4 @@
-"""Earliest and latest times of given orders, and how good they are."""
+"""Earliest and latest times of given orders, and their quality."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Objective:
-    """What the search makes small: the longest span, among schedules whose makespan is about the best.
+    """What the search minimises: the longest span, among schedules whose makespan is nearly the best.
 
     Attributes:
         longest_makespan: Makespans up to this count as good; 0 while the best one is still looked for.

@@ -1,1 +1,1 @@
-"""What happens to gradients after a backward: hooks, sums, means over replicas, norms and clipping, scales."""
+"""Gradients after a backward: hooks, sums, means over replicas, norms and clipping, scales."""

@@ -23,7 +23,7 @@ class _Held:
 
 
 class GradientHooks:
-    """Holds the hooks of ``Tensor.register_hook`` and ``register_post_accumulate_grad_hook`` back during a batch.
+    """Defers the hooks of ``Tensor.register_hook`` and ``register_post_accumulate_grad_hook`` to the batch's end.
 
     Autograd would call them with the gradient of each microbatch, and a hook such as ``gradient.clamp(-1, 1)`` has
     another result then. As on one device they get the gradient of a batch, before it is reduced over replicas.

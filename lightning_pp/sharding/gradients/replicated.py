@@ -1,4 +1,4 @@
-"""What every data-parallel rank holds whole: gradients averaged, initial values made equal."""
+"""Parameters that every data-parallel rank holds whole: averages gradients, makes initial values equal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ReplicatedGradients:
         group: The data-parallel ranks; None: all ranks.
         bucket_bytes: How much one collective carries.
         dtype: The dtype of the sum; None: that of each parameter.
-        clock: Times the collectives; None: nobody looks.
+        clock: Times the collectives; None: no times.
         unit: The unit that they are timed for.
     """
 

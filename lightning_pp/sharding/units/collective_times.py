@@ -1,4 +1,4 @@
-"""How long gathers and reductions took, and how much of that a rank waited for."""
+"""Times of gathers and reductions, and the part for which a rank waited."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class CollectiveTimes:
 
 
 class CollectiveClock:
-    """Times a rank's gathers and reductions, while somebody looks.
+    """Times a rank's gathers and reductions, while asked to.
 
     On an accelerator by events in streams, read later. On a CPU by the host's clock: there nothing tells when a
     collective has ended, so the clock looks, whenever an action or a unit begins or ends, and takes the middle between
@@ -119,12 +119,12 @@ class CollectiveClock:
         self._under_way: list[TimedCollective] = []
 
     def begin(self, *, is_on: bool) -> None:
-        """A step begins, for whose times somebody will ask, or nobody will."""
+        """A step begins; its times will be needed, or not."""
         self._is_on = is_on
         self._collectives, self._under_way = [], []
 
     def start(self, kind: Kind, unit: str = "") -> TimedCollective | None:
-        """A collective is about to be started, in the current stream; None while nobody looks."""
+        """A collective is about to be started, in the current stream; None if no times are needed."""
         if not self._is_on:
             return None
         timed = TimedCollective(kind, unit, self._now())
@@ -186,7 +186,7 @@ class CollectiveClock:
         self._under_way = still
 
     def times(self) -> CollectiveTimes | None:
-        """Those of the step that :meth:`begin` has begun; None if nobody was to ask for them."""
+        """Those of the step that :meth:`begin` has begun; None if they were not needed."""
         return CollectiveTimes(self._collectives, self._milliseconds) if self._is_on else None
 
     def _follow_aside(self, timed: TimedCollective, work: dist.Work | None) -> None:

@@ -131,7 +131,7 @@ def _call_if_alive(method: WeakMethod[Any], group: ref[UnitGroup], gradients: tu
 
 
 class _UnitCall:
-    """What the hook before a call tells the hook after it."""
+    """The data from the hook before a call for the hook after it."""
 
     first_node = 0
 

@@ -1,4 +1,4 @@
-"""Which units are sharded together, and what cannot be sharded at all."""
+"""Which units are sharded together, and which parameters cannot be sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FSDP2's all-gather, of which somebody wants to know when it has ended."""
+"""FSDP2's all-gather, with a handle that shows when it has ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_pp.sharding._torch_private import all_gather
 
 
 class NotedAllGather:
-    """What ``FSDPModule.set_custom_all_gather`` takes: does what FSDP2 does by itself, and keeps the work."""
+    """For ``FSDPModule.set_custom_all_gather``: gathers as FSDP2 does by itself, and keeps the work handle."""
 
     def __init__(self) -> None:
         self._work: dist.Work | None = None

@@ -1,4 +1,4 @@
-"""A sharded parameter's whole values at one rank of those that hold its shards: collected there, and given back."""
+"""Collects a sharded parameter whole on one of the ranks that hold its shards, and sends shards back."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class GradientReduction:
             return bool(self._event.query())
         return self._work is not None and self._work.is_completed() and self._replicate_group is None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Frees what was sent, once :attr:`is_reduced`: N times as much as is left."""
         if self.is_reduced:
             self._input = None

@@ -14,7 +14,7 @@ _HOOKS_OF = ("torch.distributed.fsdp", "lightning_pp.sharding")
 
 
 class UnitsBefore:
-    """The classes and attributes of units and what is in them, to take off what sharding adds to them.
+    """The classes and attributes of units and their submodules before sharding, to remove what sharding adds.
 
     To be made right before units are sharded, and told of right after it by :meth:`note_added`, so that what the user
     sets later stays.

@@ -12,7 +12,7 @@ from lightning_pp.sharding.units.group import UnitGroup
 
 @dataclass(eq=False)
 class UnitWindows:
-    """Does the steps of a plan as the uses that it foresaw come.
+    """Does the steps of a plan when the planned uses occur.
 
     The plan's gathers come in its order on every rank, whatever is called: uses that a rank skips have their gathers
     done when the next action begins. A use that the plan did not foresee (a checkpoint over several units runs them

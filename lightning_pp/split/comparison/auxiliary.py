@@ -21,13 +21,13 @@ from lightning_pp.split.reductions.recording import tensors_given
 from lightning_pp.split.reductions.scaling import degree_of, set_degree
 
 Call = tuple[str, str, list[Tensor], list[Tensor]]
-"""Of a function: name, the user's line, tensors given and given back."""
+"""Of a function: name, the user's line, tensors in its arguments, tensors that it returns."""
 _OF_WHOLE = "_pp_auxiliary_loss_of_whole"
 _BETWEEN_UNITS = "_pp_made_between_units"
 
 
 class AuxiliaryLosses:
-    """Runs the functions of a part of a batch between units, with auxiliary losses of the whole.
+    """Runs the functions between units on a part of a batch, with auxiliary losses of the whole batch.
 
     An auxiliary loss is a floating-point value without rows that differs between the part and the whole, and that a
     unit returns, or that is a product of two such values which code between units makes.

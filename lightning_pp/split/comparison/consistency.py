@@ -1,4 +1,4 @@
-"""Whether what parts of a batch gave is what the whole gave: row by row, or as a mean; and where it first was not."""
+"""Compares results of parts of a batch with those of the whole, row by row or as a mean; finds the first difference."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _all_close(value: Tensor, other: Tensor, tolerance: float) -> bool:
 
 @dataclass
 class Seen:
-    """What one run of a step on one stage gave, call by call.
+    """The results of one run of a step on one stage, call by call.
 
     Attributes:
         share: Share of the samples, with which values that grow with the batch are made to stand for all of it.
@@ -145,7 +145,7 @@ def _of_whole(tensors: Sequence[Tensor], share: float) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Culprit:
-    """Where samples are coupled first.
+    """The first place where samples are coupled.
 
     Attributes:
         unit: The unit in which they are; None: in the code between units.

@@ -19,7 +19,7 @@ _PERMUTATION = "aten::randperm"
 
 
 class Draws:
-    """What the step drew on the whole, in order.
+    """The random numbers that the step drew on the whole batch, in order.
 
     Attributes:
         differ: Whether something was drawn that has no rows to share out, such as places in the batch.
@@ -37,7 +37,7 @@ class Draws:
     def around(
         self, stage: int | None, part: tuple[float, float] | None = None, *, is_end: bool = False
     ) -> OperationsMode:
-        """Around the step on one stage: notes what is drawn for the whole, or hands a part its rows of that.
+        """Around the step on one stage: records the draws for the whole, or returns a part's rows of them.
 
         Args:
             stage: The stage; None for a rehearsal, in which no unit runs.

@@ -23,7 +23,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Objective:
-    """What a cut is judged by; the smaller is better, in the order of the fields.
+    """The measures of a cut; smaller is better, in the order of the fields.
 
     Attributes:
         rank_time: Time of the slowest rank.

@@ -1,4 +1,4 @@
-"""Cuts that are moved a little, as arrays of places: which there are, and what their stages take.
+"""Cuts that are moved a little, as arrays of places, and the times of their stages.
 
 A row of n groups of units, none of which is cut, in the order of their first calls; a cut is the place of the first
 group after it, 1 to n - 1, and S stages have S - 1 cuts.
@@ -21,7 +21,7 @@ Times: TypeAlias = npt.NDArray[np.float64]
 
 
 class RowOfUnits:
-    """What is cut: the units that a recorded step calls.
+    """The units that a recorded step calls, in a row.
 
     Attributes:
         groups: Units that share a stage, in order.
@@ -59,7 +59,7 @@ class RowOfUnits:
 
 
 class StageTimes:
-    """What stages take for any cuts: the sums of their units, added one after the other.
+    """The times of stages for any cuts: the sums of their units, added one after the other.
 
     Args:
         row: The units.

@@ -37,7 +37,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """What units hold, and what ranks may.
+    """The memory of units, and the limits of ranks.
 
     Attributes:
         fixed_bytes: Unit name to what it holds all the time: parameters, gradients, optimizer state.
@@ -217,7 +217,7 @@ def why_inseparable(record: StepRecord, units: Sequence[str]) -> str:
     repeated = ", ".join(sorted({call.unit for call in again}))
     return (
         f"{repeated} is called again at {again[0].line}, after units that this call depends on; use fewer stages, or "
-        "name a larger module that makes all these calls with units="
+        "use units= to name a larger module that makes all these calls"
     )
 
 

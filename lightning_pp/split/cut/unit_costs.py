@@ -1,4 +1,4 @@
-"""What each unit costs: floating point operations of a microbatch by default, measured times where there are some."""
+"""The cost of each unit: measured times where there are some, else floating point operations of a microbatch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def estimate_unit_costs(
 
 
 def _share_run_again(call: UnitCall, record: StepRecord, last_of_region: Mapping[int | None, int]) -> float:
-    """How much of the forward of ``call`` backward runs once more; more than 1 for what is checkpointed twice."""
+    """The share of ``call``'s forward that backward runs again; more than 1 for code that is checkpointed twice."""
     is_last = last_of_region[call.region] == call.index
     if call.region is None and call.unit not in record.recomputed_units:
         again = call.flops_run_again_inside

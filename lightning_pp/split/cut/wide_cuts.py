@@ -1,4 +1,4 @@
-"""Cuts where much more crosses than the unit before them returns: where a model is written so that cutting costs."""
+"""Cuts that send much more than the unit before them returns, because of how the model is written."""
 
 from __future__ import annotations
 
@@ -74,6 +74,6 @@ def wide_cuts(plan: StepPlan) -> list[WideCut]:
         }
         lines = dict.fromkeys(call.line for call in behind if not made_of.isdisjoint(call.reads.values))
         sizes = crossing_bytes, output_bytes, len(edges)
-        told = tuple(lines)[:_MOST_LINES] or ("the end of the step",)
-        found.append(WideCut(behind[0].unit, ahead[-1].unit, *sizes, told))
+        shown_lines = tuple(lines)[:_MOST_LINES] or ("the end of the step",)
+        found.append(WideCut(behind[0].unit, ahead[-1].unit, *sizes, shown_lines))
     return found

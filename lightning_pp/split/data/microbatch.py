@@ -364,7 +364,7 @@ def _is_row_mask(leaf: Any, num_samples: int) -> bool:
 
 
 def _mask_rows(mask: Any, start: int, size: int) -> Any:
-    """A ``BlockMask`` of some of the rows; torch leaves out its function, which is told the numbers of all rows."""
+    """A ``BlockMask`` of some of the rows; torch leaves out its function, which gets the numbers of all rows."""
     rows = mask[start : start + size]
     rows.mask_mod = lambda batch, head, query, key: mask.mask_mod(batch + start, head, query, key)
     return rows

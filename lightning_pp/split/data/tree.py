@@ -1,4 +1,4 @@
-"""Walks over the nested containers that batches and module outputs are made of.
+"""Walks over the nested containers of batches and module outputs.
 
 Containers are what :mod:`torch.utils._pytree` knows (tuples, lists, dicts, named tuples, Hugging Face's
 ``ModelOutput``) and besides any mapping (Hugging Face's ``BatchEncoding``), any dataclass instance and packed
@@ -42,7 +42,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def map_children(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Returns ``tree`` with what is directly in it replaced by ``function(child)``; a leaf as it is."""
+    """Returns ``tree`` with each direct child replaced by ``function(child)``; a leaf as it is."""
     rebuilt = _map_other_children(function, tree)
     if rebuilt is not _NO_CONTAINER:
         return rebuilt
@@ -53,7 +53,7 @@ def map_children(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def children_of(tree: Any) -> list[Any]:
-    """What is directly in ``tree``; nothing for a leaf."""
+    """The direct children of ``tree``; none for a leaf."""
     found: list[Any] = []
     map_children(found.append, tree)
     return found
@@ -115,7 +115,7 @@ def path_of(place: str) -> str:
 
 
 def named_children(tree: Any) -> list[tuple[str, Any]] | None:
-    """What is directly in ``tree``, with what leads there; None for a leaf. Objects of pandas count as empty."""
+    """The direct children of ``tree`` by key; None for a leaf. Objects of pandas count as empty."""
     if isinstance(tree, (Tensor, str, bytes, int, float, complex, type(None), type)):
         return None
     if isinstance(tree, PackedSequence) or hasattr(tree, "_fields"):

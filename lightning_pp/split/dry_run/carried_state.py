@@ -18,7 +18,7 @@ from lightning_pp.split.record.step_record import CarriedState, StepRecord
 
 
 class Left(NamedTuple):
-    """What a step has left in one place of the module.
+    """The tensor that a step has left in one place of the module.
 
     Attributes:
         module: Name of the module.

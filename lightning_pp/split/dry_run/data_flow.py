@@ -228,7 +228,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         return frozenset().union(*(self._origins.get(source, {source}) for source in sources))
 
     def sources_of(self, tensor: Tensor) -> frozenset[Source]:
-        """Where the value of ``tensor`` comes from, with what was written into its memory.
+        """The sources of the value of ``tensor``, with those written into its memory.
 
         Results of operations between units stand for what they were computed from.
         """
@@ -283,7 +283,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def made_up_data(self, data: MadeUpData) -> Iterator[None]:
-        """Within, operations on fakes run on made-up data and give real tensors."""
+        """In the block, operations on fakes run on made-up data and return real tensors."""
         before, self._made_up = self._made_up, data
         try:
             yield
@@ -451,7 +451,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
             self.shapes_of_values.add(self.num_calls)
 
     def _note_memory(self, func: Any, inputs: list[Tensor], result: Any) -> None:
-        """What an operation returns that is no view of what it was given lies in memory of the step's own."""
+        """A result that is no view of an argument lies in memory of the step's own."""
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         made = {storage_of(tensor) for tensor in tensors}
         given = {storage_of(tensor) for tensor in inputs}
@@ -490,7 +490,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
             self._own_memory.add(storage)
 
     def _note_edits_by_unit(self, func: Any, args: Any, kwargs: Any) -> None:
-        """A unit runs on one stage only: what it writes into memory that is not its own exists there only."""
+        """A unit runs on one stage only: its writes into memory that is not its own exist only there."""
         assert self.call is not None
         for tensor in _written_by(func, args, kwargs):
             storage = storage_of(tensor)

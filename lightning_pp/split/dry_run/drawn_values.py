@@ -1,4 +1,4 @@
-"""What becomes of random numbers that code between units draws: where later code uses them."""
+"""Finds the later uses of random numbers that code between units draws."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pp.split.record.sources import storage_of
 
 
 class DrawnValues:
-    """Follows drawn numbers through a dry run, by the memory that they are in.
+    """Follows drawn numbers through a dry run, by their memory.
 
     Attributes:
         uses: ``(calls before the draw, calls before the use)`` to the user's line of the first such use. Calls of units
@@ -41,7 +41,7 @@ class DrawnValues:
         return found
 
     def note(self, found: int | None, result: Any) -> None:
-        """After the operation: what it gave comes from that draw."""
+        """After the operation: its results come from that draw."""
         if found is None:
             return
         for tensor in tree_leaves(result):

@@ -1,4 +1,4 @@
-"""Which unit outputs a gradient flows to, read off the autograd graph without running it."""
+"""The unit outputs to which a gradient flows, read off the autograd graph without running it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which memories a dry run keeps for backward, and how large they are."""
+"""The storages that a dry run keeps for backward, and their sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CASTS = (_aten._to_copy, _aten.to)
 
 
 class MemoryWatch:
-    """Numbers the memories that a step makes, so that each can be counted once.
+    """Numbers the storages that a step makes, so that each can be counted once.
 
     Args:
         given: Storages that are there without the step: buffers, and real parameters.
@@ -40,7 +40,7 @@ class MemoryWatch:
 
     @contextmanager
     def call_on_made_up_data(self) -> Iterator[None]:
-        """Within, real tensors are known until the end only, so that not all of a step's data have to live."""
+        """In the block, real tensors are known until the end only, so that not all of a step's data have to live."""
         self._of_call = []
         try:
             yield
@@ -100,7 +100,7 @@ class MemoryWatch:
 
     @contextmanager
     def in_one_piece(self) -> Iterator[None]:
-        """Within, products with weights are not deferred."""
+        """In the block, products with weights are not deferred."""
         before, self._is_in_one_piece = self._is_in_one_piece, True
         try:
             yield
@@ -133,14 +133,14 @@ class MemoryWatch:
 
 
 class GraphReader:
-    """Reads off the autograd graph what the nodes between given places keep, each node once."""
+    """Reads off the autograd graph the tensors that the nodes between given places keep, each node once."""
 
     def __init__(self) -> None:
         self._visited: set[Node] = set()
         self._names: dict[type, list[str]] = {}
 
     def saved_behind(self, outputs: Iterable[Tensor], stop: Iterable[Node]) -> Iterator[Tensor]:
-        """What is saved by the nodes that lead back from ``outputs`` to those in ``stop``."""
+        """The tensors saved by the nodes on the way back from ``outputs`` to those in ``stop``."""
         stops = set(stop)
         waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
         while waiting:

@@ -88,7 +88,7 @@ def _check_may_be_called(unit: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _sources_of_real_parameters(fake_parameters: FakeParameters) -> dict[int, frozenset[Source]]:
-    """For the storage of each parameter that has data what it stands for; several, where parameters share it."""
+    """The sources of each parameter with data, by its storage; several if parameters share it."""
     found: dict[int, frozenset[Source]] = {}
     for name, parameter in fake_parameters.module.named_parameters():
         storage = storage_of(parameter)
@@ -221,7 +221,7 @@ class DryRun:
         return self._flow.is_missing(tensor)
 
     def depends_on_units(self, tensor: Tensor) -> bool:
-        """Whether the value of ``tensor`` depends on what a unit gave, and not on parameters and the batch alone."""
+        """Whether the value of ``tensor`` depends on a unit's output, not only on parameters and the batch."""
         return any(not isinstance(source, Parameter) for source in self._flow.origins_of(tensor))
 
     def own(self, batch: Any) -> Any:
@@ -262,7 +262,7 @@ class DryRun:
         self.record.reads_progress = True
 
     def _on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs one unit on fakes and records it; a head that is cut into parts returns logits that nobody computes."""
+        """Runs one unit on fakes and records it; a head that is cut into parts returns logits that are not computed."""
         if unit in self._heads:
             found = (self._flow.sources_of(tensor) for tensor in tensors_of((args, kwargs)))
             sources = frozenset(map(Parameter, self._own_parameters[unit])).union(*found)
@@ -417,9 +417,9 @@ class DryRun:
         for line, made_after in self._flow.gradient_hooks:
             if made_after < len(self.record.calls):
                 raise SplitError(
-                    f"{line} puts a hook on the gradient of a tensor that is made before the end of the last unit. No "
-                    "stage may have all of this gradient. Put the hook on a tensor inside a unit, or on one that is "
-                    "made after the last unit, such as the loss."
+                    f"{line} puts a hook on the gradient of a tensor that is made before the end of the last unit. "
+                    "Perhaps no stage has the whole gradient. Put the hook on a tensor inside a unit, or on one that "
+                    "is made after the last unit, such as the loss."
                 )
 
     def finish_opaque(self, line: str) -> StepRecord:
@@ -474,7 +474,7 @@ class DryRun:
         self.record.may_branch_at_random = bool(self._draws_in_python) or self._flow.branches_at_random
 
     def merge_all(self) -> None:
-        """Has the record's end need all that was read since the last call, and what sinks were given."""
+        """Adds to the needs of the record's end all reads since the last call, and the arguments of sinks."""
         self.record.tail = self._flow.reads
         self.merge_end()
 
@@ -562,7 +562,7 @@ class DryRun:
         )
 
     def _marked(self, call: UnitCall, result: Any, passed_on: _Arguments, side_effects: SideEffectWatch) -> Any:
-        """Gives what a unit returned, and left behind besides, an identity that can be followed."""
+        """Marks the outputs and side effects of a unit, so that they can be followed."""
         call.leaves.clear()
         call.side_effects.clear()
         call.left.clear()
@@ -678,7 +678,7 @@ class DryRun:
 
 
 class _Arguments:
-    """What a unit was given, to recognise what it returns unchanged."""
+    """The arguments of a unit, to recognise those that it returns unchanged."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = leaves_of((args, kwargs))

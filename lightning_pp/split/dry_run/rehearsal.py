@@ -1,4 +1,4 @@
-"""Running only the code between units, on fakes for what units return: quick, and with no weights."""
+"""Runs only the code between units, on fakes for the outputs of units: fast, and without weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Compared:
 
     Attributes:
         stand_in: Is asked about each call of a unit that the record has in the same place.
-        on_look: Is told of tensors with data that Python reads as a whole.
+        on_look: Called with tensors with data that Python reads as a whole.
         operations: Follows the operations between units.
         with_gradients: Whether gradients have to flow as in the record, to each call and from the loss.
     """
@@ -46,7 +46,7 @@ class Compared:
 
 
 class Rehearsed(BaseException):
-    """Leaves the user's step."""
+    """Ends the user's step."""
 
 
 def rehearse(
@@ -106,7 +106,7 @@ def rehearse(
 
 
 class _Gradients:
-    """Follows from which values gradients would come in a rehearsal of the step of ``record``."""
+    """Follows the values from which gradients would come, in a rehearsal of the step of ``record``."""
 
     def __init__(self, record: StepRecord) -> None:
         self._record = record
@@ -136,7 +136,7 @@ class _Gradients:
 
 
 class _StandIns:
-    """Gives what ``record`` says that units return and leave behind; the arguments are those of :func:`rehearse`."""
+    """Returns and leaves behind what units do by ``record``; the arguments are those of :func:`rehearse`."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class _StandIns:
 
 @contextmanager
 def _values_made_up(record: StepRecord, on_look: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Within, code may read values of fakes (``.item()``, ``.numpy()``) and their memory, and sees something."""
+    """In the block, code may read values of fakes (``.item()``, ``.numpy()``) and their memory, and sees something."""
     mode = next((leaf.fake.fake_mode for call in record.calls for leaf in call.leaves if leaf.spec), None)
     real = MadeUpData().real
     read = PythonReads(is_fake, real, lambda fake: int(real(fake).data_ptr()), on_look)

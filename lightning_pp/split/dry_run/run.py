@@ -1,4 +1,4 @@
-"""Running the user's step once on fake parameters, to learn what calls what and what crosses.
+"""Runs the user's step once on fake parameters, to record unit calls and the values between them.
 
 Source of the idea: none of the existing pipelines does this; tracing by fake tensors is torch's
 (:class:`torch._subclasses.fake_tensor.FakeTensorMode`).
@@ -46,7 +46,7 @@ def dry_run(
     earlier: EarlierRun | None = None,
     may_fail: bool = False,
 ) -> StepRecord:
-    """Runs ``step`` with every parameter fake, and records unit calls, what they read, and what the end needs.
+    """Runs ``step`` with every parameter fake, and records unit calls, their reads, and the needs of the end.
 
     Everything computed from the batch alone stays real, so masks, positions and Python branches on the batch work. The
     module's state (buffers, lists, attributes, gradients), its classes, the batch and all random generators are as

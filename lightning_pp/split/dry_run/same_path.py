@@ -1,4 +1,4 @@
-"""Whether a step takes the path of a record: it is rehearsed, as far as that is needed to know."""
+"""Whether a step takes the path of a record: it is rehearsed until that is known."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PathComparison:
         is_alike: bool = False,
         earlier: EarlierRun | None = None,
     ) -> StepRecord | None:
-        """Rehearses ``step`` and tells whether it takes the path of ``record``.
+        """Rehearses ``step`` and returns whether it takes the path of ``record``.
 
         Args:
             record: The record.
@@ -109,7 +109,7 @@ class PathComparison:
                 preserving=self._state.preserved(path.note_changes),
                 compared=Compared(path.stand_in, path.watch.note_look, path.operations, with_gradients),
             )
-        matches &= path.operations.have_come(record, path.crossing) and path.can_be_resized(failure)
+        matches &= path.operations.have_run(record, path.crossing) and path.can_be_resized(failure)
         if failure is None:  # else what the end of the step makes of made-up values says nothing
             matches &= places_of(recorder.reductions) == places_of(record.reductions)
             # a step that begins to look at values needs a plan that says so
@@ -124,7 +124,7 @@ class PathComparison:
 
 
 class _Path:
-    """One rehearsal beside a record: which sizes are other ones, and whether all else is the same."""
+    """One rehearsal beside a record: which sizes differ, and whether all else is the same."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class _Path:
     def stand_in(
         self, call: UnitCall, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> UnitCall | None:
-        """What stands in for a call: the recorded one, or it with other sizes; None if it is no such call."""
+        """The record to use for a call: the recorded one, or it with other sizes; None if it is another call."""
         is_same = shapes_of(args, kwargs) == call.shapes
         is_same &= call.looks_at is None or fingerprint_of(args, kwargs) == call.looks_at
         if is_same and (not self._is_alike or numbers_of(args, kwargs) == call.numbers):

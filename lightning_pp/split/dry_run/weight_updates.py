@@ -1,4 +1,4 @@
-"""Parameters that the user's code writes into by itself: moving averages of other parameters, momentum encoders.
+"""Parameters that the user's code updates itself: moving averages of other parameters, momentum encoders.
 
 ``target.mul_(0.99).add_(online, alpha=0.01)`` needs both parameters on one stage, so a parameter is also held where
 another is computed from it.
@@ -50,7 +50,7 @@ def updates_by(
 
 
 class RepeatedUpdates:
-    """The updates of a step that runs once for each microbatch, and has to make them once for the batch."""
+    """The updates of a step that runs once for each microbatch, but must make them once for the batch."""
 
     def __init__(self, fake_parameters: FakeParameters, names: Iterable[str]) -> None:
         self._fake_parameters = fake_parameters

@@ -14,7 +14,7 @@ from lightning_pp.split.fakes.parameters import is_fake
 
 
 def convertible_fakes() -> AbstractContextManager[None]:
-    """Within, ``Module.to``, ``float``, ``half`` and the like work on modules whose parameters are fake.
+    """In the block, ``Module.to``, ``float``, ``half`` and the like work on modules whose parameters are fake.
 
     Torch swaps the two tensors in place there, which it refuses for any tensor that something refers to weakly. Here a
     converted parameter takes the place of the fake in its module, and one that is as it should be stays.

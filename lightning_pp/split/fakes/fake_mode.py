@@ -1,4 +1,4 @@
-"""What operations on values of another stage give: fakes of the right shapes, or an error that names the line.
+"""Operations on values of another stage: they return fakes of the right shapes, or raise an error with the line.
 
 Torch's :class:`FakeTensorMode` refuses every operation whose output shape may depend on data. Here it is refused only
 if it depends on the data that is missing: ``logits[labels != -100]`` with real labels has a known shape.
@@ -46,33 +46,33 @@ class NeedsDataError(SplitError):
     def __init__(self, operation: str, line: str, *, in_step: bool = True) -> None:
         advice = (
             "Move it into a unit or after the last unit call, or make it depend on the batch only. After a run, "
-            "trainer.strategy.gather_module() gives the module all its values."
+            "trainer.strategy.gather_module() puts all values into the module."
             if in_step
             else "Outside a step a rank has only the weights of its own stages, and no pipeline runs. Compute it in "
             "training_step or validation_step."
         )
         super().__init__(
-            f"{line} needs the data of another stage ({operation}): its result, or the shape of it, depends on "
+            f"{line} needs the data of another stage ({operation}): its result or the shape of its result depends on "
             "weights. " + advice
         )
         self.line = line
 
 
 class LostEditError(SplitError):
-    """A hook writes what only another stage has into a tensor or gradient of this rank, which would not change."""
+    """A hook writes a value of another stage into a tensor or gradient of this rank, which would not change."""
 
     def __init__(self, operation: str, edited: Tensor, line: str) -> None:
         super().__init__(
             f"{line} computes from parameters of another stage, which this rank does not have, and writes the result "
             f"into a tensor of shape {tuple(edited.shape)} ({operation}). Keep an average of parameters in a Parameter "
-            "with requires_grad=False, not in a buffer. Compute it in on_train_batch_end of the module, before what "
-            "only a step leaves is read there: it is then kept where they are. Compute in the step what is to be "
-            "logged or to have gradients."
+            "with requires_grad=False, not in a buffer. Compute it in on_train_batch_end of the module, before that "
+            "hook reads anything left by the step: each stage then keeps the averages of its own parameters. Compute "
+            "values to log, or values with gradients, in the step."
         )
 
 
 class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A fake mode that finds out the shapes that follow from real inputs, such as masks, by trying.
+    """A fake mode that finds shapes that depend on real inputs, such as masks, by trying.
 
     It is never entered by hand: with ``allow_non_fake_inputs`` an operation touches it only if an argument is fake.
     """
@@ -92,7 +92,7 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def refusing_edits(self, refuses: bool = True) -> Iterator[None]:
-        """Within, a fake written into a tensor with data raises :class:`LostEditError`; or again not, for a step."""
+        """In the block, writing a fake into a tensor with data raises :class:`LostEditError`, or not, for a step."""
         before, self._refuses_edits = self._refuses_edits, refuses
         try:
             yield
@@ -101,7 +101,7 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def refusing_text(self) -> Iterator[None]:
-        """Within, a fake that is formatted or made an array raises :class:`NeedsDataError` where edits are refused."""
+        """In the block, formatting a fake or making it an array raises :class:`NeedsDataError` if edits are refused."""
 
         def refusing(name: str) -> Callable[..., Any]:
             original = getattr(Tensor, name)
@@ -124,7 +124,7 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def making_up(self, makes_up: bool = True) -> Iterator[None]:
-        """Within, what needs missing data gets made-up data instead of an error; or an error again."""
+        """In the block, operations that need missing data get made-up data instead of an error, or an error again."""
         before, self._makes_up = self._makes_up, makes_up
         try:
             yield
@@ -232,7 +232,7 @@ class MadeUpData:
 
 
 class AsFake(OperationsMode):  # type: ignore[no-untyped-call]
-    """Within, operations on real tensors give fakes; autograd, which is above, connects the two."""
+    """A context in which operations on real tensors return fakes; autograd, which is above, connects the two."""
 
     def __init__(self, mode: FakeValueMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -263,7 +263,7 @@ def _are_equal(leaves: Sequence[Tensor]) -> bool:
 
 @contextmanager
 def attempts_untold() -> Iterator[None]:
-    """Within, torch does not report attempts on fakes that fail; what comes of them is reported here."""
+    """In the block, torch does not report failed attempts on fakes; their outcome is reported here."""
     before, LOG_OF_FAKES.disabled = LOG_OF_FAKES.disabled, True
     try:
         yield

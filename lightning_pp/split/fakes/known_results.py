@@ -1,4 +1,4 @@
-"""What operations on fakes gave before: that depends on shapes and dtypes only, and every microbatch does the same.
+"""Earlier results of operations on fakes: they depend only on shapes and dtypes, and every microbatch repeats them.
 
 Torch has a cache of the kind, which knows more (symbolic shapes, tracing). It takes three times as long, and is not
 asked at all where a tensor with data is among the arguments. Without what is here a forward on one stage of GPT-2 or
@@ -37,7 +37,7 @@ _INDEX = torch.ops.aten.index.Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """All that a fake consists of, to make it anew.
+    """Everything in a fake, to make it again.
 
     Attributes:
         shape: Its shape.
@@ -66,20 +66,20 @@ class _Layout:
 
 
 _FIRST_ARGUMENT = object()
-"""In the place of layouts: the operation edits its first argument in place, and gives that."""
+"""Used in place of layouts if the operation edits its first argument in place and returns it."""
 # a layout, a list or tuple of them, or _FIRST_ARGUMENT; None: a result that cannot be made anew
 _RESULTS: dict[Hashable, Any] = {}  # of all modes: each recording of a model has its own
 
 
 class KnownResults:
-    """Remembers what operations gave on fakes, and makes it anew for one mode."""
+    """Keeps the results of operations on fakes, and makes them again for one mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._results = _RESULTS
 
     def result_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], run: Any = None) -> Any:
-        """What ``func`` gives, made anew if it is known; else what ``run`` gives, or ``NotImplemented`` without one."""
+        """The result of ``func``, made again if it is known; else that of ``run``, or ``NotImplemented`` without it."""
         key = self._key(func, args, kwargs)
         known = None if key is None else self._results.get(key)
         if known is None:
@@ -94,7 +94,7 @@ class KnownResults:
         return type(known)([layout.fake(self._mode, args[0] if args else None) for layout in known])
 
     def _key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
-        """All that the result depends on, as it is before the operation runs; None where that cannot be told."""
+        """Everything on which the result depends, before the operation runs; None if that is not known."""
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
         is_known = _describe(self._mode, args, key) and _describe(self._mode, kwargs.values(), key)
         return tuple(key) if is_known else None
@@ -170,7 +170,7 @@ def _result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: An
 
 
 def _layout(tensor: FakeTensor, first: FakeTensor | None, is_view: bool) -> _Layout | None:
-    """All that ``tensor`` consists of; None if what is made of that is not the same."""
+    """Everything in ``tensor``; None if a tensor made from it would differ."""
     if tensor.layout is not torch.strided or tensor.requires_grad:
         return None
     layout = _Layout(

@@ -1,4 +1,4 @@
-"""Giving memory and values to parameters and buffers that were made on the meta device."""
+"""Allocates and initialises parameters and buffers that were made on the meta device."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def materialize_parameters(module: nn.Module, owned: Collection[str], device: to
 
 @contextmanager
 def without_parameters(module: nn.Module, hidden: Collection[nn.Parameter]) -> Iterator[None]:
-    """Within, ``module.to(...)`` and the like do not see the parameters ``hidden``."""
+    """In the block, ``module.to(...)`` and the like do not see the parameters ``hidden``."""
     places = [
         (child, key)
         for child in module.modules()
@@ -142,7 +142,7 @@ def _takes_a_module(method: Callable[..., Any]) -> bool:
 
 @contextmanager
 def _only_changing(root: nn.Module, fresh: Collection[Tensor]) -> Iterator[None]:
-    """Within, initialisers reach copies of everything that is not fresh: without memory for parameters."""
+    """In the block, initialisers reach copies of everything that is not fresh: without memory for parameters."""
     saved = [
         (module, key, tensor)
         for module in root.modules()

@@ -1,4 +1,4 @@
-"""Counting what an operation computes and moves, from the shapes of what it is given and gives."""
+"""Counts the FLOPs and bytes of an operation, from the shapes of its arguments and results."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def work_of(
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """What is there of a tensor: one that is expanded is not all in memory."""
+    """The bytes of a tensor in memory: an expanded one has fewer than its shape says."""
     if tensor.layout is not torch.strided:
         return tensor.numel() * tensor.itemsize
     size = 1

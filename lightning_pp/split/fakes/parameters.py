@@ -1,4 +1,4 @@
-"""Fake parameters: what stands in for a parameter that a rank does not own.
+"""Fake parameters, in place of parameters that a rank does not own.
 
 A fake parameter is a :class:`FakeTensor` on the device where the parameter would live. It has a shape and a dtype and
 no data; an operation on it gives another fake. It sits in the module's ``__dict__``, where attribute access finds it,
@@ -40,7 +40,7 @@ def has_data(tensor: Tensor) -> bool:
 
 
 class FakeParameters:
-    """Makes fakes for one model, and moves its parameters in and out of the fake world.
+    """Makes fakes for one model, and swaps its parameters with them.
 
     The mode is never entered: with ``allow_non_fake_inputs`` an operation touches fakes only if an argument is fake,
     and everything computed from the batch alone stays real.
@@ -113,7 +113,7 @@ class FakeParameters:
         return {canonical: names[place] for canonical, place in found.items()}
 
     def parameter(self, name: str) -> nn.Parameter:
-        """The fake that stands in for the parameter ``name``; tied names share one."""
+        """The fake of the parameter ``name``; tied names share one."""
         canonical = self.canonical_names[name]
         if canonical not in self.made:
             real = self.names[canonical]
@@ -174,7 +174,7 @@ class FakeParameters:
 
     @contextmanager
     def _in_place(self, module: nn.Module, others: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Within, ``module`` has ``others``, by name, instead of its own parameters, its aliases included."""
+        """In the block, ``module`` has ``others``, by name, instead of its own parameters, its aliases included."""
         saved: list[tuple[nn.Module, str, nn.Parameter | None]] = []
         in_place_of: dict[nn.Parameter, nn.Parameter] = {}
         aliases: list[tuple[Any, Any, Any]] = []
@@ -265,7 +265,7 @@ class FakeParameters:
 
     @contextmanager
     def all_parameters(self) -> Iterator[None]:
-        """Within, ``named_parameters()`` gives every parameter in one-device order, un-owned ones as fakes."""
+        """In the block, ``named_parameters()`` yields every parameter in one-device order, un-owned ones as fakes."""
         self.restore_names()
         try:
             yield
@@ -288,7 +288,7 @@ class FakeParameters:
 
     @contextmanager
     def all_fake(self, tag: Callable[[nn.Parameter, str], None] = lambda *_: None) -> Iterator[None]:
-        """Within, every parameter is fake. ``tag(fake, canonical name)`` is called for each.
+        """In the block, every parameter is fake. ``tag(fake, canonical name)`` is called for each.
 
         A parameter that FSDP keeps sharded is replaced too; the original object returns afterwards.
         """
@@ -306,7 +306,7 @@ class FakeParameters:
 
     @contextmanager
     def without_registering_fakes(self) -> Iterator[None]:
-        """Within, code may put fake_parameters where it found them; afterwards they are no parameters of their modules.
+        """In the block, code may put fakes back where it found them; they do not become parameters of their modules.
 
         ``torch.func.functional_call`` does so, and ``Module.__setattr__`` makes a parameter of each.
         """

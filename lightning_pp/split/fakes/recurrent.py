@@ -18,7 +18,7 @@ def is_recurrent(func: Any, args: Any, is_fake: Callable[[object], bool]) -> boo
 
 
 def at_once(func: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """What a recurrent layer returns, with the shapes, the dependencies and about the work and memory of its own.
+    """The results of a recurrent layer, with its shapes, dependencies and about its work and memory.
 
     Letters: T time steps, N samples, or rows R of a packed sequence instead of T and N.
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 @contextmanager
 def parameters_without_memory() -> Iterator[None]:
-    """Within, a parameter goes to the meta device as soon as a module is given it.
+    """In the block, a parameter goes to the meta device as soon as a module is given it.
 
     Buffers and all that a constructor computes stay real, unlike under ``torch.device("meta")``, so that masks,
     frequencies and branches on them work, and nothing needs to be filled later. At any time at most the parameter that

@@ -14,7 +14,7 @@ from lightning_pp.split.head.parts import is_head
 from lightning_pp.split.record.step_record import StepRecord
 
 SplitHead: TypeAlias = bool | int | Literal["auto"]
-"""How many parts; False: none; ``"auto"``: as many as the balance needs, if the head is heavier than a stage."""
+"""How many parts; False: none; ``"auto"``: as many as the balance needs, if the head costs more than a stage."""
 
 # so that the balance is no worse than by half of this part of a stage
 _PARTS_OF_A_STAGE = 8

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 
 class RunningSums(NamedTuple):
-    """What is known of each row after some of its classes.
+    """The sums of each row after some of its classes.
 
     Attributes:
         log_sum_exp: The logarithm of the sum of the exponentials of their logits, [N].
@@ -65,7 +65,7 @@ def joined(before: RunningSums | None, sums: RunningSums) -> RunningSums:
 
 
 class Loss(NamedTuple):
-    """What a cross entropy was asked for, as in :func:`torch.nn.functional.cross_entropy`.
+    """The options of a cross entropy, as in :func:`torch.nn.functional.cross_entropy`.
 
     Attributes:
         ignore_index: Rows of this class count nothing.

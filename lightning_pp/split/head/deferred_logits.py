@@ -1,4 +1,4 @@
-"""The logits of a head that is cut into parts: known by what is done with them, until a cross entropy takes them.
+"""The logits of a head that is cut into parts: they only note operations, until a cross entropy takes them.
 
 What may be done with them before that is what keeps rows of logits whole (views, ``contiguous``), or works on each
 logit by itself (casts, products with numbers, ``tanh``). Which of the head's rows a view has is not derived from its
@@ -61,7 +61,7 @@ class WholeHeadError(BaseException):
 
 @dataclass(frozen=True)
 class DeferredHead:
-    """One call of a head, of which nobody has all logits.
+    """One call of a head, of which no stage has all logits.
 
     Attributes:
         name, num_classes: Of the head.
@@ -79,7 +79,7 @@ class DeferredHead:
         raise NotImplementedError
 
     def used(self, how: str, func: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
-        """What ``func``, told in words by ``how``, makes of the logits; None: something past functions of torch."""
+        """The result of ``func`` on the logits, named ``how`` in errors; None: a use outside torch's functions."""
         raise WholeHeadError(how)
 
     @property
@@ -115,7 +115,7 @@ class DeferredHead:
 
 @dataclass(frozen=True)
 class _HeadInParts(DeferredHead):
-    """One that units stand for, in order."""
+    """A head that is replaced by units, in order."""
 
     parts: Sequence[HeadPart]
 
@@ -130,7 +130,7 @@ class _HeadInParts(DeferredHead):
 
 
 class DeferredLogits(Tensor):
-    """Logits that nobody has computed, as a tensor of their shape, dtype and device.
+    """Logits that are not computed, as a tensor of their shape, dtype and device.
 
     Attributes:
         head: Where they come from.
@@ -148,7 +148,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes what is done, or computes the loss."""
+        """Notes the operation, or computes the loss."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if (name == "__get__" and getattr(func.__self__, "__name__", "") in _PROPERTIES) or name in _FACTS:
@@ -252,7 +252,7 @@ def _class_dimension(rows: Tensor, num_classes: int) -> int | None:
 
 
 def _dtype_given(given: DeferredLogits, args: Any, kwargs: Any) -> torch.dtype | None:
-    """The dtype that ``to`` asks for; None if it asks for anything else."""
+    """The dtype argument of ``to``; None if it has other arguments."""
     asked = {**kwargs}
     for value in args:
         if isinstance(value, torch.dtype):
@@ -313,7 +313,7 @@ def _row_numbers(number: int) -> Tensor:
 
 
 def _is_all_rows(rows: Tensor, number: int) -> bool:
-    """Whether ``rows`` are all rows in order, told without a look at the numbers."""
+    """Whether ``rows`` are all rows in order, found without reading the numbers."""
     is_own = rows.untyped_storage().data_ptr() == _row_numbers(number).untyped_storage().data_ptr()
     return is_own and rows.is_contiguous() and rows.storage_offset() == 0 and rows.numel() == number
 

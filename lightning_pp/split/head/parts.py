@@ -16,7 +16,7 @@ from lightning_pp.split.head.cross_entropy import RunningSums, joined, sums_dtyp
 _ROWS_OF_A_TILE = 128
 
 Pointwise = tuple[tuple[str, tuple[Any, ...]], ...]
-"""What is done with every logit by itself: names of methods of a tensor, with their arguments, which are no tensors."""
+"""Operations on every logit by itself: names of methods of a tensor, with their arguments, which are no tensors."""
 
 
 class HeadPart(nn.Module):

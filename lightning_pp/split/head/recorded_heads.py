@@ -1,4 +1,4 @@
-"""Heads that are cut into parts, in a recording: whether their parts can serve the step is found out here."""
+"""Heads that are cut into parts, in a recording, which finds out whether their parts can serve the step."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a step holds on every rank, in bytes, before anything is built."""
+"""The memory of a step on every rank, in bytes, before anything is built."""

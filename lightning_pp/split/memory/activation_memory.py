@@ -1,4 +1,4 @@
-"""What microbatches hold: saved tensors from F to I, what weight gradients wait with from I to W, and messages."""
+"""Memory of microbatches: saved tensors from F to I, tensors of deferred weight gradients to W, and messages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Activations:
 
 
 def _kept_of(call: UnitCall, checkpointed: Collection[str], regions: set[int | None]) -> dict[int, int]:
-    """What is kept of a call from F to I: number to bytes of each memory.
+    """The storages of a call kept from F to I: number to bytes.
 
     What runs again keeps what it is given, a checkpointed region what its first unit is given; it is added to
     ``regions``, those that have come.

@@ -1,4 +1,4 @@
-"""What a step will hold on every rank, from the record of its dry run: an estimate in bytes, before anything is built.
+"""Estimates the memory of a step on every rank, in bytes, from the record of its dry run, before anything is built.
 
 Six things take memory::
 
@@ -34,7 +34,7 @@ from lightning_pp.split.record.step_record import StepRecord
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One stage. All in bytes; what a microbatch holds is for one microbatch.
+    """One stage, in bytes; the memory of a microbatch is for one microbatch.
 
     Attributes:
         stage: Number of the stage.
@@ -92,7 +92,7 @@ class RankMemory:
 
     @property
     def bytes_beside_activations(self) -> int:
-        """What there is while microbatches run, besides what they hold between two actions."""
+        """The memory of a running step besides what microbatches hold between two actions."""
         return self.state.total_bytes + self.communicators_bytes + self.recomputed_bytes + self.edge_buffers_bytes
 
     @property
@@ -113,7 +113,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a step holds, by stage and by rank.
+    """The memory of a step, by stage and by rank.
 
     Attributes:
         stages: One entry per stage.
@@ -144,7 +144,7 @@ def estimate_memory(
     schedule: Schedule | None = None,
     whole_batch_loss: bool = False,
 ) -> MemoryEstimate:
-    """What a training step holds on every stage and rank.
+    """The memory of a training step on every stage and rank.
 
     Args:
         record: A dry run of the training step on one microbatch.

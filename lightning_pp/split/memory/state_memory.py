@@ -1,4 +1,4 @@
-"""What a rank keeps whatever the schedule: parameters, what is gathered of them, gradients, the optimizer's state."""
+"""The memory of a rank with any schedule: parameters, gathered ones, gradients, optimizer state."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class StepDtypes:
 
 @dataclass(frozen=True)
 class StateMemory:
-    """What stays on a rank, or on a stage of it, whatever the schedule. All in bytes.
+    """The memory of a rank, or of one of its stages, with any schedule. All in bytes.
 
     Attributes:
         parameters_bytes: Parameters between steps, shards where they are sharded.
@@ -103,7 +103,7 @@ class StateMemory:
 
 @dataclass(frozen=True)
 class StateSizes:
-    """Counts parameters, and what a rank keeps beside each of them.
+    """Counts the bytes of parameters, and of gradients, state and copies beside them.
 
     Attributes:
         dtypes: Of computation and of gradients; by default those of the parameters.
@@ -163,7 +163,7 @@ class StateSizes:
         return max(units.values(), default=0)
 
     def _is_gathered(self, parameter: ParameterSize) -> bool:
-        """Whether what units compute with is another tensor than what is kept between steps."""
+        """Whether units compute with other tensors than those kept between steps."""
         return parameter.is_shardable and (
             self.sharding != "replicate" or self.dtypes.compute not in (None, parameter.dtype)
         )

@@ -1,1 +1,1 @@
-"""What a dry run finds out and what a stage does with it, as plain data."""
+"""The results of a dry run and the plans made from them, as plain data."""

@@ -1,4 +1,4 @@
-"""What crosses between stages: the fewest bytes from which every stage can compute what it needs.
+"""The values sent between stages: the fewest bytes from which every stage can compute what it needs.
 
 A stage may receive outputs of units, or results of the code between units (``h + attention(h)``). The results are
 computed by the stage that makes the last output which they depend on; it goes on with the user's step for them, to the
@@ -16,7 +16,7 @@ from lightning_pp.split.record.step_record import OF_OPERATION, Reads, StepRecor
 
 @dataclass(frozen=True)
 class Crossing:
-    """What crosses.
+    """The values that cross.
 
     Attributes:
         received: For each stage, what it receives.
@@ -156,7 +156,7 @@ class _LeastCrossing:
         return least_cut(inputs, costs, sources, needed_of_others) if sources else set()
 
     def _cost_for(self, stage: int, value: Value) -> int | None:
-        """What it costs that ``stage`` receives the value; None where it cannot."""
+        """The cost if ``stage`` receives the value; None if it cannot."""
         if value.made_by_unit:
             return _cost(self._record, value)
         operation, source = self._record.operations[value.leaf], self._stage_of(value)

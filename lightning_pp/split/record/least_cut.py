@@ -1,4 +1,4 @@
-"""The cheapest nodes that separate what a graph of computations starts from, from what is needed of it."""
+"""The cheapest set of nodes that separates the sources of a graph of computations from its needed results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def least_cut(
 
 
 class _Flows:
-    """What can still flow along the edges of a graph."""
+    """The remaining capacities of the edges of a graph."""
 
     def __init__(self, num_nodes: int) -> None:
         self._edges: list[list[int]] = [[] for _ in range(num_nodes)]

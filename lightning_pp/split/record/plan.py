@@ -1,4 +1,4 @@
-"""From a record and a partition to what each stage runs, receives and sends for one microbatch."""
+"""Makes a plan from a record and a partition: what each stage runs, receives and sends for one microbatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The products with a weight whose weight gradient can wait: one table, a row for each function of torch.
+"""The products with a weight whose gradient can be deferred: one table, a row for each function of torch.
 
 Everything that has to know such a function reads it here: deferral in eager code and in captured graphs, what a dry run
 counts as kept for W, and the code between units. How a family computes its gradients stands in

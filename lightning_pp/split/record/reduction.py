@@ -1,4 +1,4 @@
-"""A call of a function that matters to how a step's values grow with the batch: what it is, and where."""
+"""A call of a function that affects how a step's values grow with the batch: its kind, and its place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 class Kind(enum.Enum):
-    """What a function does to the degree of what it is given."""
+    """The effect of a function on the degree of its arguments."""
 
     SUM = enum.auto()
     """Adds up: over rows, one degree more."""
@@ -35,7 +35,7 @@ class Kind(enum.Enum):
     LINEAR = enum.auto()
     """Keeps the degree."""
     READING = enum.auto()
-    """Gives no tensor, or does not look at values."""
+    """Returns no tensor, or does not read values."""
 
 
 class Site(NamedTuple):
@@ -72,7 +72,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Reduction:
-    """One call of a function that matters.
+    """One call of such a function.
 
     Attributes:
         place: Where.

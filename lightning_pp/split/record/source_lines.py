@@ -1,4 +1,4 @@
-"""Which line of the user's code is responsible."""
+"""Finds the responsible line of the user's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the value of a tensor comes from, as a mark on the tensor."""
+"""The sources of a tensor's value, as a mark on the tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dry run finds out about one step: every unit call, what it reads and what it returns."""
+"""The record of one step from a dry run: every unit call, its inputs and its outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_pp.split.record.unknown_numbers import UnknownNumber
 from lightning_pp.split.record.work import OperationWork
 
 OF_OPERATION = -1
-"""In the place of :attr:`Value.call`: the value is what an operation between units gave."""
+"""As :attr:`Value.call`: the value is the result of an operation between units."""
 
 LEAST_BYTES_IN_PARTS = 1 << 16  # of a message; to join the parts of a smaller one takes longer than to send it whole
 
@@ -42,7 +42,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a stage must know of a tensor to receive it."""
+    """The shape and dtype that a stage needs to receive a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class TensorSpec:
 
 
 class PassedOn(SimpleNamespace):  # no dataclass, for those are containers
-    """Stands in for what a unit returned as it was given: leaf number ``position`` of its arguments."""
+    """Stands for an argument that a unit returned unchanged: leaf number ``position`` of its arguments."""
 
     position: int
 
@@ -129,7 +129,7 @@ class SideEffect:
 
 @dataclass
 class HeldMemory:
-    """What a stretch of code keeps for its backward, in one microbatch.
+    """The memory that a part of the code keeps for its backward, in one microbatch.
 
     Memories that the step makes have numbers, so that what several stretches keep is counted once. Parameters, buffers
     and the batch have none: they are there anyway.
@@ -172,7 +172,7 @@ class OutputLeaf:
 
 
 class OperationPlace(NamedTuple):
-    """An operation between units, told from all others of the step by what it works on.
+    """An operation between units, identified by its arguments among all others of the step.
 
     Attributes:
         num_calls: Unit calls before it.
@@ -190,7 +190,7 @@ class OperationPlace(NamedTuple):
 
 @dataclass
 class Operation:
-    """An operation between units whose result may stand for what it was computed from.
+    """An operation between units whose result may be sent in place of its arguments.
 
     Attributes:
         place: Which it is.
@@ -215,7 +215,7 @@ class Operation:
 
 @dataclass
 class Reads:
-    """What a unit call, or the end of the step, needs from elsewhere, by way of whatever code lies between.
+    """The values that a unit call, or the end of the step, needs from elsewhere, through any code between.
 
     Attributes:
         values: Outputs of earlier calls.
@@ -304,11 +304,11 @@ class UnitCall:
         return self.leaves[leaf] if leaf >= 0 else self.left[-1 - leaf]
 
     def numbered_leaves(self) -> list[tuple[int, OutputLeaf]]:
-        """All that the call hands on, with the numbers of :attr:`Value.leaf`."""
+        """All outputs and side effects of the call, with the numbers of :attr:`Value.leaf`."""
         return [*enumerate(self.leaves), *((-1 - number, leaf) for number, leaf in enumerate(self.left))]
 
     def output_of(self, tensors: Mapping[Value, Any], *, with_made_up: bool = False) -> Any:
-        """What stands in for what the call returned: ``tensors`` where they are known, else fakes.
+        """The call's outputs: ``tensors`` where they are known, else fakes.
 
         Args:
             tensors: What is known.
@@ -373,7 +373,7 @@ class Failure:
 
 @dataclass(eq=False)  # each is a key of its own
 class StepRecord:
-    """One step as seen by a dry run.
+    """One step, as a dry run recorded it.
 
     Attributes:
         calls: Unit calls in order.

@@ -1,4 +1,4 @@
-"""The record of a step that fails when it is first run: what the cut is made from until the step can be recorded."""
+"""The record of a step that fails in its first run: the model is cut by it until the step can be recorded."""
 
 from __future__ import annotations
 

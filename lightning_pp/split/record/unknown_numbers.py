@@ -1,4 +1,4 @@
-"""Numbers and texts that units make of values, which no stage but theirs can know."""
+"""Numbers and texts that units compute from values; other stages cannot know them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class UnknownNumber:
-    """Takes the place of one on a stage that does not run the unit; whatever is done with it is an error.
+    """Stands for such a number on a stage that does not run the unit; any use of it is an error.
 
     Args:
         unit: The unit that makes it.

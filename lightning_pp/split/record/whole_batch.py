@@ -1,4 +1,4 @@
-"""What each stage does where the code after the last unit runs once, on the whole batch (``whole_batch_loss``).
+"""The plan of each stage if the code after the last unit runs once, on the whole batch (``whole_batch_loss``).
 
 A microbatch ends on the last stage with its last unit, and the values that the code after it needs are kept there. When
 all microbatches have come, they are joined, and the user's step runs once more, on the uncut batch: every unit stands
@@ -19,7 +19,7 @@ from lightning_pp.split.record.step_record import StepRecord, UnitCall, Value
 
 @dataclass(frozen=True)
 class Join:
-    """How the parts of a value that the microbatches have become the whole batch's.
+    """How the microbatches' parts of a value are joined for the whole batch.
 
     Attributes:
         dim: The dimension along which they follow each other; None if there is only one part.
@@ -32,7 +32,7 @@ class Join:
 
 @dataclass
 class RowOrders:
-    """In which order a batch has its rows, where there are several for each sample; seen in the first such batch.
+    """The order of a batch's rows, if there are several for each sample; found in the first such batch.
 
     Attributes:
         is_seen: Whether a batch has been looked at.
@@ -46,7 +46,7 @@ class RowOrders:
 
 @dataclass(frozen=True)
 class WholeBatchPlan:
-    """What the stages do with one batch.
+    """The stages' plan for one batch.
 
     Attributes:
         parts: The plan of each microbatch, which ends on the last stage before the tail.
@@ -135,7 +135,7 @@ def _first_late_call(
     while True:
         joins: dict[Value, Join] = {}
         unjoined: list[Value] = []
-        tellable = _tellable_rows(record, parts, num_samples, first_late)
+        tellable = _rows_with_known_order(record, parts, num_samples, first_late)
         for value in sorted(_needed(record, first_late)):
             shapes = [part.record.spec(value).shape for part in parts]
             join = find_join(shapes, record.spec(value).shape, num_samples)
@@ -159,7 +159,7 @@ def _needed(record: StepRecord, first_late: int) -> set[Value]:
     return {value for value in values if value.call < first_late}
 
 
-def _tellable_rows(
+def _rows_with_known_order(
     record: StepRecord, parts: Sequence[StepPlan], num_samples: Sequence[int], first_late: int
 ) -> set[int]:
     """Numbers of rows for each sample for which an input of a unit, of the batch alone, can show their order."""
@@ -246,8 +246,8 @@ def _cannot_join(
     return SplitError(
         f"The code after the last unit needs an output of the unit {call.unit!r} ({call.line}), which has shape "
         f"{' or '.join(map(str, shapes))} for a microbatch and {record.spec(value).shape} for the whole batch. With "
-        "whole_batch_loss=True the outputs of the microbatches are joined along the dimension of the samples, but "
-        f"these shapes do not show which one that is. {where}, so the unit cannot wait for the whole batch either. "
-        "Return one value per sample from the unit and take the mean after the last unit, keep a dimension for the "
-        "samples alone, or use split_points to put the unit on the last stage: there it runs once, on the whole batch."
+        "whole_batch_loss=True the outputs of the microbatches are joined along the samples, but these shapes do not "
+        f"show which dimension that is. {where}, so the unit cannot wait for the whole batch either. Return one value "
+        "per sample from the unit and take the mean after the last unit, keep a dimension for the samples alone, or "
+        "use split_points to put the unit on the last stage: there it runs once, on the whole batch."
     )

@@ -1,4 +1,4 @@
-"""What one operation of a step computes and moves: FLOPs, and bytes from and to the memory of the device."""
+"""The work of one operation of a step: FLOPs, and bytes from and to the memory of the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class OperationWork(NamedTuple):
-    """One operation; what is the same takes the same time.
+    """One operation; equal ones take the same time.
 
     Attributes:
         name: Of the operation, as torch has it.

@@ -1,1 +1,1 @@
-"""What units do besides returning outputs: attributes, list entries and hooks that tensors leave by."""
+"""Side effects of units: attributes, list entries and hooks by which tensors leave them."""

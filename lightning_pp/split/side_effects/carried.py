@@ -103,7 +103,7 @@ class SideEffectKeeper:
 
 
 class FakeSideEffects:
-    """Leaves behind what units that do not run here would, and takes it back when the step has ended.
+    """Makes the side effects of units that do not run here, and undoes them when the step has ended.
 
     Args:
         with_made_up: Whether numbers that depend on values are those that made-up data gave; else they are unknown.

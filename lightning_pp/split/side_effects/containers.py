@@ -1,4 +1,4 @@
-"""Lists and dicts that units write into: which there are among arguments, what was added, and putting it back."""
+"""Lists and dicts that units write into: finds them among arguments, finds new entries, and restores them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def containers_in(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[tup
 
 
 def new_entries(container: Any, before: Any) -> Any:
-    """What was added to ``container``, and what took the place of something in a dict; nothing if anything is gone."""
+    """New entries of ``container``, and replaced ones of a dict; none if an entry is gone."""
     if isinstance(container, dict):
         if any(key not in container for key in before):
             return {}
@@ -67,7 +67,7 @@ def add_entries(container: Any, entries: Any) -> None:
 
 
 def put_back(entries: dict[str, Any], key: str, value: Any) -> None:
-    """Makes the entry ``key`` what it was; :data:`ABSENT`: it was not there."""
+    """Restores the entry ``key``; :data:`ABSENT`: it was not there."""
     if value is ABSENT:
         entries.pop(key, None)
     else:

@@ -60,7 +60,7 @@ def seed_python(seed: int) -> None:
 
 @dataclass(frozen=True)
 class GeneratorStates:
-    """Where the generators stood; can be pickled.
+    """The states of the generators; can be pickled.
 
     Attributes:
         of_torch: States of :func:`torch_generators`.
@@ -118,7 +118,7 @@ def put_back_python(of_python: Any, of_numpy: Any) -> None:
 
 
 def state_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-    """How to ask for, and to set, the state of a generator of torch, Python or NumPy; None for anything else."""
+    """Functions that read and set the state of a generator of torch, Python or NumPy; None for any other object."""
     if isinstance(value, torch.Generator):
         return value.get_state, value.set_state
     if isinstance(value, random.Random):
@@ -139,7 +139,7 @@ def restorer(value: Any) -> Callable[[], object] | None:
 
 @contextmanager
 def generators_untouched(device: torch.device) -> Iterator[None]:
-    """Within, random numbers may be drawn; afterwards the generators are as before."""
+    """In the block, random numbers may be drawn; afterwards the generators are as before."""
     states = GeneratorStates.now(device)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Forward hooks on modules: which are the user's, and taking their place for a while."""
+"""Forward hooks on modules: finds those of the user, and replaces them for a while."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _module_of(hook: Any) -> str:
 
 @contextmanager
 def without_hooks(hooks: dict[int, Any], removed: Mapping[int, Any]) -> Iterator[None]:
-    """Within, the hooks in ``removed`` are not called; the order is kept."""
+    """In the block, the hooks in ``removed`` are not called; the order is kept."""
     before = dict(hooks)
     for key in removed:
         del hooks[key]
@@ -40,7 +40,7 @@ def without_hooks(hooks: dict[int, Any], removed: Mapping[int, Any]) -> Iterator
 
 @contextmanager
 def watched_hooks(unit: nn.Module, on_hook: Callable[..., Any]) -> Iterator[None]:
-    """Within, the user's forward hooks inside ``unit`` go to ``on_hook(place, hook, *what the hook is given)``.
+    """In the block, the user's forward hooks inside ``unit`` go to ``on_hook(place, hook, *arguments of the hook)``.
 
     The hooks of the unit itself are code between units and not inside.
     """

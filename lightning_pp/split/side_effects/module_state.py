@@ -1,4 +1,4 @@
-"""Keeping what a step changes on the module from outliving a dry run."""
+"""Undoes the changes that the step of a dry run makes to the module."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 def preserved_state(module: nn.Module) -> AbstractContextManager[Changes]:
-    """Within, the attributes and buffers of every submodule may change; afterwards all are as before.
+    """In the block, the attributes and buffers of every submodule may change; afterwards all are as before.
 
     So are the attributes of the users' classes, and the containers and objects that any of these hold, to any depth.
 
@@ -123,7 +123,7 @@ class StateAroundUnits:
     def preserved(self, note: Callable[[list[tuple[str, str, Any]]], None] | None = None) -> Iterator[Changes]:
         """As :func:`preserved_state`, while code outside of the units may run.
 
-        ``note`` is told at the end what has changed.
+        ``note`` is called at the end with the changes.
         """
         before = [(attributes, attributes.copy()) for attributes in self._inside]
         hooks = [(held, tuple(held)) for held in self._hooks]

@@ -1,4 +1,4 @@
-"""What code reaches from an attribute and can change: lists, dicts, sets, deques and the attributes of objects."""
+"""Objects that code can reach from an attribute and change: lists, dicts, sets, deques, attributes of objects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPAQUE = (Tensor, nn.Module, ModuleType, type)
 
 
 class Reached:
-    """A container or the attributes of an object, with what it held when this was made.
+    """A container or the attributes of an object, with their content when this was made.
 
     Attributes:
         path: How it is reached, as a user would write it: ``outs[0]``, ``meter.sums``.
@@ -115,7 +115,7 @@ def reached_from(value: Any, name: str) -> list[Reached]:
 
 @contextmanager
 def restored(reached: Sequence[Reached]) -> Iterator[None]:
-    """Within, ``reached`` may change; afterwards each holds what it held when it was made."""
+    """In the block, ``reached`` may change; afterwards each holds what it held when it was made."""
     try:
         yield
     finally:

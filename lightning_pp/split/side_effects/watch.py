@@ -1,4 +1,4 @@
-"""What a unit call leaves behind besides its outputs: attributes, entries in lists it was given, calls of hooks inside.
+"""Side effects of a unit call: attributes, entries in lists among its arguments, calls of hooks inside.
 
 ``block.aux_loss = ...``, ``router_logits.append(...)`` and a forward hook on a router inside a block are side effects
 by which tensors leave a unit. A dry run finds them here; what stages do about them is in
@@ -123,7 +123,7 @@ class SideEffectWatch:
                     continue
                 if key in before and before[key] is value:
                     yield from self._grown(AttributePlace(name, key, grows=True), value, note)
-                elif _can_be_handed_on(value, or_plain=True):
+                elif _can_be_sent(value, or_plain=True):
                     attribute = AttributePlace(name, key, grows=False)
                     content, attributes[key] = note(value, self.unknown.get(attribute, {}))
                     yield SideEffect(attribute, content)
@@ -144,7 +144,7 @@ class SideEffectWatch:
             return
         before = self._contents[id(container)]
         new = new_entries(container, before.content)
-        if new and _can_be_handed_on(new, or_plain=or_plain):
+        if new and _can_be_sent(new, or_plain=or_plain):
             content, marked = note(new)
             before.restore()
             add_entries(container, marked)
@@ -165,7 +165,7 @@ class ChangingHookError(Exception):
         self.hook = hook
 
 
-def _can_be_handed_on(tree: Any, *, or_plain: bool = False) -> bool:
+def _can_be_sent(tree: Any, *, or_plain: bool = False) -> bool:
     """Whether ``tree`` holds tensors, and besides them only what is the same for every batch of the same shapes.
 
     With ``or_plain`` it need not hold tensors.

@@ -1,1 +1,1 @@
-"""Which modules are units, and intercepting the calls of them."""
+"""Finds units, and intercepts their calls."""

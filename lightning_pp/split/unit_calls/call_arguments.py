@@ -1,4 +1,4 @@
-"""What a unit is given, to tell whether another call of it is like one that was recorded."""
+"""The arguments of a unit, to compare a call with a recorded one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_pp.split.fakes.parameters import has_data
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int, ...] | None, ...]:
-    """The shapes of all that is given; None for what is no tensor."""
+    """The shapes of all arguments; None for what is no tensor."""
     return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves_of((args, kwargs)))
 
 
 def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, ...]:
-    """The integers and texts in what is given."""
+    """The integers and texts in the arguments."""
     return tuple(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, (int, str)))
 
 

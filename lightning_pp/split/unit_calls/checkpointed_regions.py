@@ -24,7 +24,7 @@ RAN = object()
 
 @dataclass(eq=False, slots=True)
 class Region:
-    """What the first run of a checkpointed region saw.
+    """The unit calls in the first run of a checkpointed region.
 
     Attributes:
         calls: What its unit calls gave: :data:`RAN` where the unit itself ran, else what stood in for it.
@@ -41,12 +41,12 @@ _never_runs_again = False
 
 
 class NotRunAgainError(RuntimeError):
-    """What a checkpointed region keeps is not looked at now."""
+    """The tensors that a checkpointed region keeps are not needed now."""
 
 
 @contextmanager
 def never_run_again() -> Iterator[None]:
-    """Within, looking at what a region would save raises :class:`NotRunAgainError` instead of running it again."""
+    """In the block, reading a region's saved tensors raises :class:`NotRunAgainError` instead of running it again."""
     global _never_runs_again
     before, _never_runs_again = _never_runs_again, True
     try:
@@ -56,7 +56,7 @@ def never_run_again() -> Iterator[None]:
 
 
 class CheckpointedRegions:
-    """Remembers the unit calls of every checkpointed region.
+    """Keeps the unit calls of every checkpointed region.
 
     Args:
         replaying: Makes a context in which unit calls and the code between them give what a region saw.
@@ -97,7 +97,7 @@ class CheckpointedRegions:
 
     @contextmanager
     def remembered(self) -> Iterator[None]:
-        """Within, regions are remembered for their second run, which may come much later."""
+        """In the block, regions are remembered for their second run, which may come much later."""
         originals = {name: getattr(torch_checkpoint, name) for name in CHECKPOINT_GENERATORS}
         function_class = torch_checkpoint.CheckpointFunction
         own_apply = vars(function_class).get("apply")  # of an outer context: a step may be rehearsed within a step
@@ -144,7 +144,7 @@ class CheckpointedRegions:
 
 
 def _not_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-    """Takes the place of reentrant checkpointing, with what it does to inputs that need no gradient."""
+    """Replaces reentrant checkpointing, with its effect on inputs that need no gradient."""
     # what stands in for another stage's value is detached, whether or not that value is
     if not tree_any(lambda leaf: isinstance(leaf, torch.Tensor) and (leaf.requires_grad or is_fake(leaf)), args):
         with torch.no_grad():

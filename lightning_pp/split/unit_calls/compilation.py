@@ -14,7 +14,7 @@ num_uncompiled = 0
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Within, what is compiled runs uncompiled, units too; nothing is imported for it."""
+    """In the block, compiled functions and units run uncompiled; nothing is imported for this."""
     global num_uncompiled
     num_uncompiled += 1
     try:
@@ -25,12 +25,12 @@ def uncompiled() -> Iterator[None]:
 
 
 def uncompiled_outside_units() -> AbstractContextManager[Any]:
-    """Within, what is compiled runs uncompiled, except in :func:`compiled_again`."""
+    """In the block, compiled functions run uncompiled, except in :func:`compiled_again`."""
     return _stance("force_eager")
 
 
 def compiled_again() -> AbstractContextManager[Any]:
-    """Around a unit: what is compiled runs so, unless :func:`uncompiled` says otherwise."""
+    """Around a unit: compiled functions run compiled, except in :func:`uncompiled`."""
     return nullcontext() if num_uncompiled else _stance("default")
 
 

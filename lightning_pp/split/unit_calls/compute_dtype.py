@@ -1,4 +1,4 @@
-"""Handing units their activations in the dtype that they compute in.
+"""Casts the activations of units to the dtype in which they compute.
 
 FSDP2 casts every floating-point input of a unit. Here only what depends on weights is cast, which the dry run knows:
 positions and rotary tables, masks with the least float32 number in them and time steps, which the step computes from

@@ -1,4 +1,4 @@
-"""Dry runs that do not end: a step that decodes until its data say stop never hears that of made-up data."""
+"""Dry runs that do not end: a step decodes until its data say stop, and made-up data never do."""
 
 from __future__ import annotations
 

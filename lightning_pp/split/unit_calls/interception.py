@@ -33,8 +33,8 @@ from lightning_pp.split.unit_calls.checkpointed_regions import RAN, Checkpointed
 from lightning_pp.split.unit_calls.compilation import compiled_again, uncompiled_outside_units
 
 CallHandler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Decides what a unit call does. It is given the unit's name, what runs the unit as if nobody had looked, and what the
-unit is called with."""
+"""Decides what a unit call does. It gets the unit's name, a function that runs the unit unwatched, and the
+arguments of the unit."""
 
 _num_running = 0
 _num_handled = 0
@@ -87,7 +87,7 @@ class UnitCalls:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Within, unit calls pass through here, and :meth:`handled_by` costs next to nothing.
+        """In the block, unit calls pass through here, and :meth:`handled_by` costs next to nothing.
 
         While no handler is in charge they go on as they are.
         """
@@ -223,7 +223,7 @@ class UnitCalls:
 
 
 class _ReplayedFunctions(OutsideUnits):
-    """Within, functions between units return what was received instead of their results in a region's first run."""
+    """A context in which functions between units return tensors received in a region's first run."""
 
     def __init__(self, region: Region) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class _ReplayedFunctions(OutsideUnits):
 
 
 class _InCharge:
-    """A handler in charge; a class, and not a generator, which would cost more than all that is done."""
+    """A handler in charge; a class, because a generator would cost more than the work itself."""
 
     __slots__ = ("_before", "_calls", "_handler")
 
@@ -270,7 +270,7 @@ class _InCharge:
 
 
 def with_passed_on(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What stands in for a unit's output, with what it would have passed on taken from its arguments."""
+    """The replacement of a unit's output, with values that it passes on taken from its arguments."""
     if not any(isinstance(leaf, PassedOn) for leaf in leaves_of(output)):
         return output
     given = leaves_of((args, kwargs))
@@ -278,7 +278,7 @@ def with_passed_on(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 class _Patch(NamedTuple):
-    """What takes the place of a unit's ``__call__`` and ``forward`` while they are what they were when it was made."""
+    """Replaces a unit's ``__call__`` and ``forward`` while they are the same as when this was made."""
 
     originals: tuple[Callable[..., Any], Callable[..., Any]]
     call: Callable[..., Any]
@@ -303,7 +303,7 @@ def _is_missing(tensor: Tensor) -> bool:
 
 @contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Within, torch's transformer layers do not switch to fused kernels in evaluation, which know no fakes."""
+    """In the block, torch's transformer layers do not switch to fused kernels in evaluation, which know no fakes."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -1,4 +1,4 @@
-"""Operations by which code sees values in tensors: Python reads a number, or a shape depends on values."""
+"""Operations that read values of tensors: Python reads a number, or a shape depends on values."""
 
 from __future__ import annotations
 

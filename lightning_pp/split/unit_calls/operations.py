@@ -1,4 +1,4 @@
-"""The operations between units, told apart by what they work on: the same ones in every run of a step.
+"""The operations between units, identified by their arguments: the same ones in every run of a step.
 
 On one stage a value is a tensor with data, on another a fake. What tells an operation from all others is the same on
 both: the function of torch that is called, between which unit calls, on which values (outputs of units, and results of
@@ -26,21 +26,21 @@ _VALUE = "_pp_value"
 _PASS_ON = frozenset({"contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda"})
 
 OnOperation = Callable[[int, OperationPlace, list[Tensor], Tensor], Tensor]
-"""Is told the number of an operation, its place, the tensors that it was given and what it gave; returns what it shall
-give."""
+"""Gets the number of an operation, its place, the tensors in its arguments and its result; returns the result to
+use."""
 NoteFunction = Callable[[str, Tensor | None], None]
 """As :meth:`lightning_pp.split.unit_calls.checkpointed_regions.CheckpointedRegions.note_function`."""
 
 
 class OperationCalls(OutsideUnits):
-    """Within, the operations between units are followed. Another one for each run of a step.
+    """A context that follows the operations between units; a new one for each run of a step.
 
     Args:
         number_of: Gives the number of an operation; None for one that is not known.
-        on_operation: Is told of each one that is known.
-        note_function: Is told the name of each function that returns a tensor, and what is taken in its place, if that
+        on_operation: Called with each one that is known.
+        note_function: Gets the name of each function that returns a tensor, and what is taken in its place, if that
             is another; what backward runs again has to be given the same.
-        on_other: Is told of each operation on values that is not known.
+        on_other: Called with each operation on values that is not known.
 
     Attributes:
         counts: How often each operation has run, by the place of the first of those that differ in their order only.
@@ -69,7 +69,7 @@ class OperationCalls(OutsideUnits):
             if recorded.spec is not None and isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
                 setattr(leaf, _VALUE, (self._run, Value(call.index, position)))
 
-    def have_come(self, record: StepRecord, numbers: Iterable[int]) -> bool:
+    def have_run(self, record: StepRecord, numbers: Iterable[int]) -> bool:
         """Whether this step has run the operations ``numbers``, each as often as the record."""
         places = [record.operations[number].place._replace(num_before=0) for number in numbers]
         return all(self.counts[place] == record.num_alike[place] for place in places)
@@ -112,7 +112,7 @@ class OperationCalls(OutsideUnits):
 
 
 def lost_operation(place: OperationPlace, line: str) -> str:
-    """What is wrong where a step has not run an operation as the recorded step did."""
+    """The error if a step has not run an operation as the recorded step did."""
     return (
         f"In the recorded step {line} computed a tensor that crosses between stages ({place.name}), but this step did "
         f"not run that line in the same way (seen at {user_line()}). Every stage must run the same code between units. "

@@ -28,7 +28,7 @@ _IN_ONE_PIECE = frozenset(
 
 
 class PythonReads(TorchFunctionMode):
-    """Within, what Python reads of a tensor whose data are missing is what ``read`` returns for it.
+    """A context in which Python's reads of a tensor without data return what ``read`` returns for it.
 
     Args:
         is_missing: Whether a tensor's data are missing.

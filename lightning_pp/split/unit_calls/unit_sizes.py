@@ -1,4 +1,4 @@
-"""What units return for inputs of other sizes than recorded: found out by running them on fakes, and not followed."""
+"""The outputs of units for inputs of other sizes than recorded: found by running them on fakes, unwatched."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NO_SETTINGS = frozenset({*vars(nn.Module()), *HELD_BY_RECURRENT_LAYERS, "layer_
 
 
 def can_be_resized(record: StepRecord) -> bool:
-    """Whether all that sizes change in ``record`` is seen when its step is rehearsed."""
+    """Whether a rehearsal of ``record``'s step shows every effect of other sizes."""
     leaves = (leaf.fake for call in record.calls for leaf in call.leaves)
     return not (
         any(call.left or not leaves_plain(call) for call in record.calls)
@@ -47,13 +47,13 @@ def can_be_resized(record: StepRecord) -> bool:
 
 
 def leaves_plain(call: UnitCall) -> bool:
-    """Whether all that a call leaves besides its outputs is plain values."""
+    """Whether the side effects of a call are plain values only."""
     return all(type(leaf) in PLAIN for effect in call.side_effects for leaf in leaves_of(effect.content))
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What a unit returned for some arguments.
+    """The results of a unit for some arguments.
 
     Attributes:
         leaves: For each leaf a fake, the :class:`PassedOn` of the recorded call, or a plain value.
@@ -65,7 +65,7 @@ class _Known:
 
 
 class UnitSizes:
-    """Finds out what units return for arguments of other sizes, once for all units that are built alike."""
+    """Finds the outputs of units for arguments of other sizes, once for all units that are built alike."""
 
     def __init__(self, units: Mapping[str, nn.Module], fake_parameters: FakeParameters) -> None:
         self._units = units
@@ -191,7 +191,7 @@ class UnitSizes:
 
     @contextmanager
     def _without_data(self) -> Iterator[None]:
-        """Within, a unit runs on fakes as in a dry run, and whatever needs data raises."""
+        """In the block, a unit runs on fakes as in a dry run, and whatever needs data raises."""
         self._make_fake()
         with (
             PythonReads(is_fake, _refuse, _refuse),
@@ -234,7 +234,7 @@ def _outline(value: Any) -> Hashable:
 
 
 def _described(given: Any) -> Iterator[Hashable]:
-    """All that a unit which does not look at data can know of its arguments."""
+    """Everything that a unit can know of its arguments without reading data."""
     for leaf in leaves_of(given):
         if is_object(leaf):
             for place, entry in entries_of(leaf, ""):

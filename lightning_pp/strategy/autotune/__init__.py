@@ -1,1 +1,1 @@
-"""Measures the first batches of a training, and changes to the schedule that is best for what was measured."""
+"""Measures the first batches of a training, and changes to the best schedule for the measured costs."""

@@ -1,4 +1,4 @@
-"""What is not compiled as it could be: found in a training's first batch, and told once."""
+"""Units and weights that are not fully compiled: found in a training's first batch, and logged once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.runtime.compilation import NOTHING_TO_COMPILE, CompiledUnits, is_one_operation
 
 
-def tell_of_compiled(groups: ControlGroups, units: CompiledUnits, *, splits_backward: bool) -> None:
-    """Tells which units run uncompiled, and which weights get their gradient in I though the backward is split.
+def log_uncompiled(groups: ControlGroups, units: CompiledUnits, *, splits_backward: bool) -> None:
+    """Logs the units that run uncompiled, and the weights with gradients in I although the backward is split.
 
     Args:
         groups: Joins the ranks of the pipeline, all of which have to call it: one small gather.

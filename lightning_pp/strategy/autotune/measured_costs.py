@@ -34,7 +34,7 @@ Samples = dict[tuple[int, str], list[float]]
 
 @dataclass(frozen=True)
 class Shape:
-    """What is kept of a microbatch; not its data, which would take memory until the end of the measurement.
+    """A microbatch without its data, which would take memory until the end of the measurement.
 
     Attributes:
         signature: Of its data, as text that is the same on all ranks.
@@ -53,7 +53,7 @@ class Shape:
 
 @dataclass
 class Profile:
-    """What some batches took on the stages of one rank, by the signature of their microbatches.
+    """Times of some batches on the stages of one rank, by the signature of their microbatches.
 
     Attributes:
         samples: Signature, as text that is the same on all ranks, to measurements.
@@ -92,7 +92,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the first batches showed; the same on every rank.
+    """The costs measured in the first batches; the same on every rank.
 
     Attributes:
         costs: Of the stages; ``held_*`` in GiB.
@@ -109,7 +109,7 @@ class Measured:
 
 @dataclass(eq=False)
 class CostExchange:
-    """Makes one set of costs of the profiles of all ranks; every rank takes part, and all get the same.
+    """Makes one set of costs from the profiles of all ranks; every rank takes part, and all get the same.
 
     Attributes:
         split: The split model.

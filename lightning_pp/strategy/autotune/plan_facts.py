@@ -1,4 +1,4 @@
-"""What a diagnosis asks of the plan."""
+"""The facts of the plan that a diagnosis needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring the first batches of a training, and the change to the schedule that is best for what was measured."""
+"""Measures the first batches of a training, and changes to the best schedule for the measured costs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NUM_WARM_UP_BATCHES = 2
 
 
 class TunedPrograms:
-    """The programs of a training, which it measures and replaces once by better ones.
+    """The programs of a training, which are measured and replaced once by better ones.
 
     With ``auto`` another order may be better; with ``activation_offload`` copies may be made at other times.
 
@@ -205,7 +205,7 @@ class TunedPrograms:
             rank_zero_info(report)
 
     def _search(self, measured: Measured) -> tuple[Schedule | None, str]:
-        """The schedule to go on with, None to leave it, and why."""
+        """The new schedule, or None to keep the old one, and why."""
         placement, number = self._split.placement, measured.num_microbatches
         limit = self._options.memory_limit(measured.costs, placement, self._room_gib)
         before = self._cache.training(number)

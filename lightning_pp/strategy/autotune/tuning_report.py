@@ -1,4 +1,4 @@
-"""What is told of measured costs: a file of them, and a table of the schedules that they speak for or against."""
+"""The report of measured costs: a file of them, and a table of schedules by these costs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def save_costs(
     num_replicas: int,
     num_batches: int,
 ) -> None:
-    """Writes the costs to ``path``, with what they were measured on; a failure is told and does no harm."""
+    """Writes the costs to ``path``, with the units that they were measured on; a failure is only a warning."""
     placement, partition = split.placement, split.partition
     is_cuda = device.type == "cuda"
     try:

@@ -1,4 +1,4 @@
-"""One batch, from what the loader gave to what every stage does with it.
+"""One batch, from the loader to the work of every stage.
 
 ========================  ======================================================================
 ``cutter``                the batch becomes microbatches

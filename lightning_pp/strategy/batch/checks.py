@@ -33,7 +33,7 @@ NUM_CHECKED = {"training_step": 2, "validation_step": 1}
 
 @dataclass(eq=False)
 class BatchChecks:
-    """Checks that a step makes the same of microbatches as of a batch.
+    """Checks that a step computes the same from microbatches as from the batch.
 
     Attributes:
         preparation: Prepares parts of batches.
@@ -51,7 +51,7 @@ class BatchChecks:
     forward: Callable[[BatchRun, Sequence[int]], list[Any]]
     is_on: bool = field(kw_only=True)
     _num_left: dict[str, int] = field(default_factory=dict, init=False)
-    _told: set[str] = field(default_factory=set, init=False)
+    _reported: set[str] = field(default_factory=set, init=False)
     _courses: set[Any] = field(default_factory=set, init=False)
 
     def start(self) -> None:
@@ -110,7 +110,7 @@ class BatchChecks:
         if all(groups.gather(sizes is not None, "whether a batch is checked")) and sizes is not None:
             tolerance = tolerance_of(module, step_dtypes(self.precision).compute, self.device)
             units, allows_auxiliary = self.preparation.split.units, self.preparation.allows_auxiliary
-            check = PartCheck(module, call.step, sizes, groups, units, tolerance, self._told, allows_auxiliary)
+            check = PartCheck(module, call.step, sizes, groups, units, tolerance, self._reported, allows_auxiliary)
             check.run(partial(self._observe, call, sizes.whole.data, seed))
 
     def _observe(

@@ -1,4 +1,4 @@
-"""All ranks of a pipeline run the same batch, plan the same messages, and know the same parameters to be frozen."""
+"""Checks that all ranks of a pipeline have the same batch, the same messages and the same frozen parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BATCHES_CHECKED_BEFOREHAND = 2
 
 @dataclass(eq=False)
 class BatchComparison:
-    """Compares batches in the first two of an epoch before they run; later ones are checked by the report of each.
+    """Compares the first two batches of an epoch before they run; reports of batches check later ones.
 
     Attributes:
         module: The user's module.
@@ -53,10 +53,10 @@ class BatchComparison:
         mine, groups = self._fingerprint, self.groups
         if mine is not None and call.batch_idx < _BATCHES_CHECKED_BEFOREHAND:
             given = fingerprint(batch, mine.rank)
-            told = groups.gather_in_pipeline((mine, given, self.frozen.own()))
-            check_same_batch([mine, *(each for each, _, _ in told if each.rank != mine.rank)], call.batch_idx)
-            check_same_given([given, *(each for _, each, _ in told if each.rank != mine.rank)], call.batch_idx)
-            self.frozen.apply(frozen for *_, frozen in told)
+            gathered = groups.gather_in_pipeline((mine, given, self.frozen.own()))
+            check_same_batch([mine, *(each for each, _, _ in gathered if each.rank != mine.rank)], call.batch_idx)
+            check_same_given([given, *(each for _, each, _ in gathered if each.rank != mine.rank)], call.batch_idx)
+            self.frozen.apply(frozen for *_, frozen in gathered)
             is_first = call.training and call.batch_idx == 0
             if is_first and self.sizes.data_parallel > 1 and reads_streams(self.module.trainer):
                 warn_equal_streams(groups.gather(mine.numbers, "the first batch of an epoch"))
@@ -75,8 +75,8 @@ class BatchComparison:
         mine = [message for plan in new.values() for message in plan.messages]
         if len(set(self.groups.gather_in_pipeline(zlib.crc32("\n".join(mine).encode())))) == 1:
             return
-        told = self.groups.gather_in_pipeline((self.rank, mine))
-        (first, its), (other, others) = told[0], next(each for each in told if each[1] != told[0][1])
+        gathered = self.groups.gather_in_pipeline((self.rank, mine))
+        (first, its), (other, others) = gathered[0], next(each for each in gathered if each[1] != gathered[0][1])
         pairs = zip_longest(its, others, fillvalue="nothing more")
         one, another = next((a, b) for a, b in pairs if a != b)
         raise SplitError(

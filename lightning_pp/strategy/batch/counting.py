@@ -1,4 +1,4 @@
-"""Counts what the loss of each microbatch divides by, before the step runs."""
+"""Counts the divisors of each microbatch's loss before the step runs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class BatchSteps:
 
 
 class StepCounting:
-    """Counts by rehearsing the step, and where its course is the same and its counts are simple, by their trace alone.
+    """Counts by rehearsing the step, or by the trace of its counts alone if its path is known and counts are simple.
 
     A trace is what a rehearsal has shown of how the counts are made of the batch. It serves once it has given the
     counts of another rehearsal, is compared with one again after every 1,000 microbatches, and is dropped where
@@ -99,7 +99,7 @@ class StepCounting:
         self._traces: WeakKeyDictionary[StepRecord, _Traced] = WeakKeyDictionary()
 
     def count(self, steps: BatchSteps, index: int, facts: Facts, scale: Scale) -> Counts:
-        """What a microbatch counts.
+        """The counts of a microbatch.
 
         Args:
             steps: The steps of the batch.
@@ -141,7 +141,7 @@ class StepCounting:
     def _rehearsed(
         self, steps: BatchSteps, index: int, facts: Facts, scale: Scale, counted: _Until, read_for_none: int = 0
     ) -> Counts:
-        """Rehearses the step until it has reached all that is counted."""
+        """Rehearses the step until all counts are reached."""
         record, device = steps.plans[index].record, self._fakes.device
         scaled = ScaledStep(facts, scale, has_data, counted, read_for_none=read_for_none)
         with ExitStack() as stack:
@@ -194,7 +194,7 @@ class _Until(dict[Place, Count]):
 
     Args:
         needed: What is.
-        tracing: Is told of each count.
+        tracing: Called with each count.
     """
 
     def __init__(self, needed: Sequence[Place], tracing: CountTrace | None = None) -> None:
@@ -216,7 +216,7 @@ class _Until(dict[Place, Count]):
 
 
 class _Traced:
-    """The trace of a recorded step's counts, and whether it serves.
+    """The trace of a recorded step's counts, and whether it can be used.
 
     Attributes:
         state: The step's state when the trace was made.
@@ -239,7 +239,7 @@ class _Traced:
         return self._num_uses_left >= 0
 
     def compare(self, by_trace: Counts, rehearsed: Counts, facts: Facts) -> None:
-        """Takes note of what a rehearsal counts; raises :class:`SplitError` if a trace that has served was wrong."""
+        """Notes the counts of a rehearsal; raises :class:`SplitError` if a trace that was used was wrong."""
         if are_equal(by_trace, rehearsed):
             self._num_uses_left, self._has_served = _USES_BETWEEN_CHECKS, True
             return

@@ -1,4 +1,4 @@
-"""How the batches of a run become microbatches."""
+"""Cuts the batches of a run into microbatches."""
 
 from __future__ import annotations
 

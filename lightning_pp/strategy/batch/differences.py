@@ -1,4 +1,4 @@
-"""The first batches are checked: a part of each is run in one piece and in two, and must give the same.
+"""Differences between a part of a first batch run in one piece and in two; both must have the same results.
 
 For each checked batch, on every rank::
 
@@ -8,7 +8,7 @@ For each checked batch, on every rank::
     after a difference: run them again, each stage noting what its units give, to say where samples were coupled first
 
 The module's state and the random generators are as before afterwards; metrics, loggers and batch statistics see
-nothing. BatchNorm normalises over microbatches in every pipeline: this is told once, and left out of the comparison.
+nothing. BatchNorm normalises over microbatches in every pipeline: a warning says so, and the comparison leaves it out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TURN_OFF = "check_first_batches=False on the strategy turns this check off."
 
 @dataclass(frozen=True)
 class Observed:
-    """What a step made of a batch; on other stages than the last only what it wrote into their buffers.
+    """The results of a step on a batch; on other stages than the last only their written buffers.
 
     It is merged once it is asked for: by then it is known which numbers add up.
 
@@ -83,7 +83,7 @@ class Difference:
     Attributes:
         what: The value, as the subject of a sentence.
         is_loss: Whether it is the loss.
-        ends_run: Whether the training would be another one, and not only what is told of it.
+        ends_run: Whether the training would differ, and not only what is reported of it.
         whole: Of the whole in one piece.
         parts: Of the whole, from its parts.
         of_parts: Of each part alone, for a loss.
@@ -101,7 +101,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Found:
-    """Why a difference is there.
+    """The cause of a difference.
 
     Attributes:
         culprit: Where samples were coupled first, if that was found.
@@ -226,7 +226,7 @@ def _numbers(leaf: Any, other: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def text_about_attributes(differences: Sequence[Difference], line: str) -> str:
-    """What to tell the user of attributes that neither loss nor logs nor outputs of the step depend on.
+    """The warning about attributes on which neither loss nor logs nor outputs of the step depend.
 
     Args:
         differences: Of the attributes.
@@ -237,12 +237,12 @@ def text_about_attributes(differences: Sequence[Difference], line: str) -> str:
     return (
         f"{first.what} ({line}) has another value after microbatches than after the whole batch: {first.parts:.6g} "
         f"after the samples in two parts, {first.whole:.6g} after the same samples in one piece. The step's loss, logs "
-        f"and outputs do not depend on it, so training goes on. Other code that reads it gets the first value.{more}"
+        f"and outputs do not depend on it, so training continues. Other code that reads it gets the first value.{more}"
     )
 
 
 def text_about(difference: Difference, found: Found, sizes: Sequence[int], line: str) -> str:
-    """What to tell the user of a difference.
+    """The error text about a difference.
 
     Args:
         difference: What differs.
@@ -251,7 +251,7 @@ def text_about(difference: Difference, found: Found, sizes: Sequence[int], line:
         line: Where the step is.
     """
     total, cut = sum(sizes), " + ".join(map(str, sizes))
-    told = (
+    difference_text = (
         f"{difference.what} ({line}) depends on how the batch is cut: it is {difference.whole:.6g} for {total} samples "
         f"in one piece and {difference.parts:.6g} for the same samples as {cut}, as a pipeline computes it."
     )
@@ -269,7 +269,7 @@ def text_about(difference: Difference, found: Found, sizes: Sequence[int], line:
         )
     else:
         reason = _reason(difference, found.culprit)
-    return f"{told} {reason} {_TURN_OFF}"
+    return f"{difference_text} {reason} {_TURN_OFF}"
 
 
 def _reason(difference: Difference, culprit: Culprit | None) -> str:
@@ -328,7 +328,7 @@ def tell_unchecked(step: str) -> None:
 
 @contextmanager
 def batch_norm_frozen(module: nn.Module) -> Iterator[None]:
-    """Within, BatchNorm uses its running statistics, so that it does not count as a difference."""
+    """In the block, BatchNorm uses its running statistics, so that it does not count as a difference."""
     with ExitStack() as stack:
         for child in module.modules():
             if isinstance(child, _BATCH_NORMS) and child.training:

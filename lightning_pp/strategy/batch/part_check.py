@@ -47,7 +47,7 @@ Observe = Callable[[Sequence[Microbatch], Around], Outcome]
 
 
 def observed(run: BatchRun, outputs: Sequence[Any] | None, buffers: Mapping[str, Tensor]) -> Observed:
-    """What a run made of its microbatches (None on other stages than the last), and the ``buffers`` that it wrote into.
+    """Results of a run's microbatches (None on other stages than the last), and the ``buffers`` that it wrote into.
 
     Raises:
         NoLossError: A training step returned None for all of them.
@@ -79,7 +79,7 @@ class PartCheck:
         groups: Join the ranks.
         units: Names and modules of the units.
         tolerance: How far values may be apart, relatively.
-        told: What has been told of attributes and auxiliary losses so far; gets more.
+        reported: Attributes and auxiliary losses that have been reported so far; gets more.
         allows_auxiliary: Whether an auxiliary loss may depend on the cut.
     """
 
@@ -89,7 +89,7 @@ class PartCheck:
     groups: ControlGroups
     units: Mapping[str, nn.Module]
     tolerance: float
-    told: set[str]
+    reported: set[str]
     allows_auxiliary: bool
 
     @cached_property
@@ -101,7 +101,7 @@ class PartCheck:
         return [(start / total, part.num_samples / total) for start, part in zip(starts, parts, strict=True)]
 
     def run(self, observe: Observe) -> None:
-        """Compares the two; how that ends on the last stage is known to every rank before one of them goes on.
+        """Compares the two; every rank learns the last stage's outcome before any continues.
 
         Args:
             observe: Runs the step.
@@ -116,10 +116,10 @@ class PartCheck:
             whole = _outcome(observe, [self.sizes.whole], self._of_whole(draws))
             parts = _outcome(observe, self.sizes.parts, self._of_parts(draws))
         compare = partial(self._compared, whole, parts, draws)
-        told = self.groups.all_or_none(compare, "What a check of a first batch found")
-        self._tell_permuted(draws)
-        differences = [difference for _, found in told for difference in found]
-        if any(differ for differ, _ in told):
+        gathered = self.groups.all_or_none(compare, "What a check of a first batch found")
+        self._warn_of_permuted(draws)
+        differences = [difference for _, found in gathered for difference in found]
+        if any(differ for differ, _ in gathered):
             tell_unchecked(self.step)
             differences = []
         of_replicas = self.groups.gather(differences, "the check of a first batch")
@@ -134,18 +134,18 @@ class PartCheck:
         code = getattr(inspect.unwrap(getattr(type(self.module), self.step)), "__code__", None)
         where = self.step if code is None else f"{code.co_filename}:{code.co_firstlineno}"
         if are_harmless:
-            if new := [difference for difference in shown if difference.what not in self.told]:
+            if new := [difference for difference in shown if difference.what not in self.reported]:
                 rank_zero_warn(text_about_attributes(new, where))
-            self.told.update(difference.what for difference in new)
+            self.reported.update(difference.what for difference in new)
             return
         if found.auxiliary and self.allows_auxiliary:
-            told_now = set(found.auxiliary) - self.told
-            if told_now:
+            newly_found = set(found.auxiliary) - self.reported
+            if newly_found:
                 rank_zero_info(
-                    f"auxiliary_losses='per_microbatch': {self.step} ({where}) has an auxiliary loss, of which each "
-                    f"microbatch has its own: {', '.join(sorted(told_now))}. They are averaged over microbatches."
+                    f"auxiliary_losses='per_microbatch': {self.step} ({where}) computes an auxiliary loss for each "
+                    f"microbatch: {', '.join(sorted(newly_found))}. These are averaged over microbatches."
                 )
-            self.told |= told_now
+            self.reported |= newly_found
             return
         text = text_about(shown[0], found, sizes, where)
         if ends_run:
@@ -153,10 +153,10 @@ class PartCheck:
         others = ", ".join(difference.what for difference in shown[1:])
         rank_zero_warn(text + (f" The same goes for: {others}." if others else ""))
 
-    def _tell_permuted(self, draws: Draws) -> None:
+    def _warn_of_permuted(self, draws: Draws) -> None:
         for line, number in draws.permuted.items():
-            if number == self.sizes.whole.num_samples and line not in self.told:
-                self.told.add(line)
+            if number == self.sizes.whole.num_samples and line not in self.reported:
+                self.reported.add(line)
                 rank_zero_warn(
                     f"{line} permutes the samples of each microbatch. One device permutes those of the whole batch. "
                     f"{MIX_BEFORE}"
@@ -188,8 +188,8 @@ class PartCheck:
         """Whether the step computes something else with the attributes that the whole has left than with the parts'."""
         mine = [each for each in (whole, parts) if isinstance(each, Observed)]
         left = [(each.run.scopes.attributes.places, each.merged[1], each.buffers) for each in mine]
-        told = self.groups.gather_in_pipeline(left if self.groups.is_last_stage else None)
-        of_last_stage = next(each for each in told if each is not None)
+        gathered = self.groups.gather_in_pipeline(left if self.groups.is_last_stage else None)
+        of_last_stage = next(each for each in gathered if each is not None)
 
         def after(left: tuple[Any, Any, Mapping[str, Tensor]], own: Mapping[str, Tensor], on_whole: Around) -> Around:
             @contextmanager
@@ -218,7 +218,7 @@ class PartCheck:
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
-        """Within, an error of the user's step has a note that it was run for the check; its type and text stay."""
+        """In the block, errors of the user's step get a note that it ran for the check; type and text stay."""
         try:
             yield
         except (SplitError, BatchError):
@@ -287,14 +287,14 @@ class PartCheck:
             lines = lines.union(*(other.auxiliary.lines for other in others))
             are_losses = are_losses and are_only_losses(seen, others, weights)
         moved = {name for seen in of_whole.values() for name in seen.moved}
-        told = self.groups.gather_in_pipeline((found, moved, lines, are_losses))
-        everywhere = {stage: culprit for one, *_ in told for stage, culprit in one.items()}
-        is_explained = all(are for *_, are in told) and not any(each.ends_run or not ends_run for each in left)
-        lines = lines.union(*(each for *_, each, _ in told))
+        gathered = self.groups.gather_in_pipeline((found, moved, lines, are_losses))
+        everywhere = {stage: culprit for one, *_ in gathered for stage, culprit in one.items()}
+        is_explained = all(are for *_, are in gathered) and not any(each.ends_run or not ends_run for each in left)
+        lines = lines.union(*(each for *_, each, _ in gathered))
         of_replicas = self.groups.gather((is_explained, lines), "the auxiliary losses of a first batch")
         return Found(
             everywhere[min(everywhere)] if everywhere else None,
-            [] if left else sorted({name for _, names, *_ in told for name in names}),
+            [] if left else sorted({name for _, names, *_ in gathered for name in names}),
             sorted(lines.union(*(each for _, each in of_replicas))) if all(is_it for is_it, _ in of_replicas) else [],
         )
 

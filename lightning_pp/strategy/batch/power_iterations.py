@@ -1,4 +1,4 @@
-"""Spectral norm: its power iteration moves once for a batch, as on one device, and not in every microbatch."""
+"""Spectral norm: its power iteration runs once for a batch, as on one device, and not in every microbatch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PowerIterations:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Within, as around a batch or its check, nothing iterates but in :meth:`first_of`."""
+        """In the block, as around a batch or its check, nothing iterates but in :meth:`first_of`."""
         self._seen.clear()
         self._set(is_on=False)
         try:

@@ -1,4 +1,4 @@
-"""From a batch to what is run of it: plans, copies, corrections and scopes."""
+"""Prepares a batch to run: plans, copies, corrections and scopes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call of the user's step, and a batch that is ready to be run."""
+"""A call of the user's step, and a batch that is ready to run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_pp.strategy.results.reports import Merged
 
 @dataclass(frozen=True)
 class StepCall:
-    """Which step of the user's is called, and with what.
+    """The user's step to call, and its arguments.
 
     Attributes:
         step: Its name.
@@ -39,7 +39,7 @@ class StepCall:
 
 @dataclass(frozen=True)
 class BatchRun:
-    """One batch, ready to be run.
+    """One batch, ready to run.
 
     Attributes:
         call: The user's step.
@@ -78,7 +78,7 @@ class BatchRun:
         return [sum(each)] if self.whole is not None else each
 
     def merged(self, outputs: Sequence[Any]) -> Merged:
-        """What the step returned for the whole batch, and what it changed on the module."""
+        """The output of the step for the whole batch, and its changes to the module."""
         shares = self.num_samples_each, self.weights
         merged = merge_outputs(outputs[: len(self.weights)], *shares, self.scopes.attributes.learned, self.call.step)
         return merged, self.scopes.attributes.merged(*shares)

@@ -1,4 +1,4 @@
-"""Makes what microbatches and replicas compute stand for their global batch: its means, its sums, its counts."""
+"""Corrects values of microbatches and replicas to those of the global batch: means, sums, counts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RecordAt = Callable[[Microbatch, EarlierRun | None], StepRecord]
 
 @dataclass(frozen=True)
 class TwoSizes:
-    """A part of a batch, and the two parts that it can be cut into.
+    """A part of a batch, and the two pieces into which it is cut.
 
     Attributes:
         whole: The larger.
@@ -132,13 +132,13 @@ class ScaledBatch:
             self.facts = None
 
     def check_complete(self, microbatch: int, step: ScaledStep) -> None:
-        """After that step: raises :class:`SplitError` if it did not reach what was counted for it."""
+        """After that step: raises :class:`SplitError` if it did not reach all its counts."""
         if self.is_training and self.counts:
             step.check_complete(place for place in self.counts[microbatch] if self.totals.get(place) is not None)
 
 
 class BatchScaling:
-    """Finds out, on the last stage, how a step's values grow with the batch, and counts what has to be counted.
+    """Finds, on the last stage, how a step's values grow with the batch, and makes the counts that it needs.
 
     Args:
         groups: Joins the replicas.
@@ -213,7 +213,7 @@ class BatchScaling:
     def _join_replicas(
         self, batch: ScaledBatch, facts: Facts, steps: BatchSteps, count: Callable[[], list[Counts]], may_depend: bool
     ) -> None:
-        """Starts to tell the other replicas; ``batch`` gets shares, weights and totals when they are waited for.
+        """Starts to send to the other replicas; ``batch`` gets shares, weights and totals when they are waited for.
 
         Counts that may depend on each other in any replica are counted again, on all replicas in the same batch. This
         copies to the host, which must not wait within a program. So the others are waited for before it where they have
@@ -256,7 +256,7 @@ def _settle(
     join: Callable[[Sequence[Mapping[Any, Count]]], dict[Place, Count]],
     before: Sequence[Mapping[Any, Count]],
 ) -> None:
-    """Counts again with what was counted, until nothing changes: counts may depend on earlier ones.
+    """Counts again with the new counts until they no longer change, since counts may depend on others.
 
     Args:
         batch: Gets counts and totals.

@@ -1,4 +1,4 @@
-"""What surrounds the user's step on one rank, for one batch."""
+"""The contexts around the user's step on one rank, for one batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_pp.strategy.step.dry_steps import collectives_refused
 
 @dataclass(eq=False)
 class StepScopes:
-    """Enters as much as it can once for the whole batch: a step runs once for each microbatch and stage.
+    """Enters most contexts once for the whole batch, since a step runs once for each microbatch and stage.
 
     Attributes:
         module: The user's module.

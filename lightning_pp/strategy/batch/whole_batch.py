@@ -1,4 +1,4 @@
-"""A batch whose step ends once, on all of it (``whole_batch_loss``): the run on it, and those before."""
+"""A batch whose step ends once, on the whole batch (``whole_batch_loss``): that run, and those before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.record.step_record import StepRecord
 
 END_OF_BATCH = -1
-"""In the place of a microbatch's index: the run of the step on the whole batch."""
+"""As the index of a microbatch: the run of the step on the whole batch."""
 
 
 def ending_with_batch(step: Callable[[DryRun], Any], end: StepRecord | None = None) -> Callable[[DryRun], Any]:

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: what they hold, when they are written, how they are loaded."""
+"""Checkpoints of a run: their content, when they are written, how they are loaded."""

@@ -1,4 +1,4 @@
-"""Lightning's weight averaging for a module of which each rank has a part.
+"""Lightning's weight averaging for a module that is split over ranks.
 
 The callback copies the whole module before it is split and copies tensors by their order: what it copied is not what a
 rank has afterwards. Here each rank averages its own part, and a checkpoint has what Lightning's has: the averaged

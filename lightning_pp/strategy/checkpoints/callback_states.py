@@ -1,4 +1,4 @@
-"""States of callbacks that differ from stage to stage, such as averages of the weights that a rank has."""
+"""States of callbacks that differ between stages, such as averages of a rank's own weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Fingerprints = Mapping[str, str]
 
 
 def fingerprints_of(states: Mapping[str, Any]) -> Fingerprints:
-    """What tells whether the callbacks' states have the same tensors on other ranks; numbers, as times, may differ."""
+    """Fingerprints that show whether callbacks' states have the same tensors on all ranks; numbers may differ."""
     return {key: _digest(state) for key, state in states.items()}
 
 

@@ -50,7 +50,7 @@ _ABOUT_FOLDERS = (
 
 
 class Checkpoints:
-    """What Lightning asks a strategy about checkpoints; every rank calls every method.
+    """The strategy's methods about checkpoints that Lightning calls; every rank calls every method.
 
     In the background, a save copies the rank's tensors to the host and returns; a thread writes them, with collectives
     over a group of its own. The next save, the next load, the end of the run and an exception wait for it, and what it
@@ -278,7 +278,7 @@ class Checkpoints:
                 action()
 
     def _follow(self, callback: ModelCheckpoint, trainer: pl.Trainer) -> None:
-        """Has links made when what they point to is in its place, and names not taken that are promised to a save."""
+        """Makes links only when their target is complete, and reserves names for saves."""
 
         def link(_: pl.Trainer, filepath: str, linkpath: str) -> None:
             if _key(filepath) != _key(linkpath):
@@ -324,7 +324,7 @@ class Checkpoints:
         return dict(self._opened.content)
 
     def load(self, content: Mapping[str, Any], *, strict: bool) -> None:
-        """Loads what was opened, as hooks have left it, into model, optimizers and generators.
+        """Loads the opened checkpoint, as edited by hooks, into model, optimizers and generators.
 
         Raises:
             CheckpointError: On all ranks: it does not fit.
@@ -364,7 +364,7 @@ class Checkpoints:
         return part
 
     def close(self) -> None:
-        """At the end of a run: waits for a save in the background, and lets go of what was opened.
+        """At the end of a run: waits for a save in the background, and closes the opened checkpoint.
 
         Raises:
             CheckpointError: On all ranks: the save failed.
@@ -375,7 +375,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class _Run:
-    """What checkpoints of one run of the trainer are made of.
+    """The parts of the checkpoints of one run of the trainer.
 
     Attributes:
         engine: Runs the pipeline.

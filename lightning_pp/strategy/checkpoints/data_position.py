@@ -1,4 +1,4 @@
-"""Where the training data stand in the middle of an epoch, and going on from there with the same batches and draws.
+"""The position in the training data within an epoch, and resuming from it with the same batches and draws.
 
 Lightning keeps the states of loaders that have one (``state_dict``). Of others it keeps nothing, and begins the data of
 the epoch again. Here a :class:`DataLoader` over a dataset with indices is made to remember the generators that an epoch
@@ -48,7 +48,7 @@ class DataPosition:
         self._ignored: Any = None
 
     def follow(self, loader: object) -> object:
-        """A loader that is about to be trained from, made to remember, and to go on if a checkpoint was loaded.
+        """Wraps a training loader so that its position is known, and resumed if a checkpoint was loaded.
 
         Raises:
             CheckpointError: The checkpoint stands within an epoch, and this loader cannot go on there.
@@ -97,7 +97,7 @@ class DataPosition:
         return {"num_batches": ready, "epoch": epoch, "loaders": states, "now": host_draws()}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Has the loaders of the next training go on where :meth:`state` was asked."""
+        """Makes the loaders of the next training resume at the position of :meth:`state`."""
         if self._trainer.state.fn != TrainerFn.FITTING:
             return
         self._resumed, self._num_resumed = state, 0
@@ -115,7 +115,7 @@ class DataPosition:
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch that a resumed training goes on with, as samplers are told it."""
+        """The epoch with which a resumed training continues, as samplers get it."""
         return 0 if self._resumed is None else int(self._resumed["epoch"])
 
     def begin(self) -> None:
@@ -151,7 +151,7 @@ class DataPosition:
             set_host_draws(self._current)
 
     def note_current(self) -> None:
-        """Has the generators go on, before the first batch, from where they are now."""
+        """Before the first batch: makes the generators continue from their present state."""
         if self._current is not None:
             self._current = host_draws()
 
@@ -173,7 +173,7 @@ class _Pass:
         self._epochs: list[int] = []
 
     def state(self, *, is_within: bool) -> dict[str, Any]:
-        """What :meth:`begin` needs to go on: within an epoch, or with the next one."""
+        """The state that :meth:`begin` needs to continue: within an epoch, or with the next one."""
         own = own_draws(self.loader)
         if not is_within:
             return {"own": own}
@@ -190,7 +190,7 @@ class _Pass:
         return self.begin(iterate) if self.position.is_iterated else iterate()
 
     def begin(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Starts the pass: at once what a loader does when it is asked for its iterator, the rest with the batches."""
+        """Starts the pass: makes the loader's iterator at once, and does the rest with the batches."""
         state, self.resumed = self.resumed, None
         self.num_batches = 0
         if state is None:

@@ -1,4 +1,4 @@
-"""What this rank holds of the split module, as checkpoints need it."""
+"""This rank's part of the split module, as checkpoints need it."""
 
 from __future__ import annotations
 

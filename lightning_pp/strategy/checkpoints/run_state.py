@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a run beside Lightning's own: random numbers, and the loaders of each replica."""
+"""The state of a run in a checkpoint beside Lightning's: random numbers, and the loaders of each replica."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def own_run_state(checkpoint: dict[str, Any], engine: PipelineEngine, data: Data
     dist.all_gather_object(gathered, mine)
     if bad := [weight for _, _, _, weight, *_ in gathered if weight is not None]:
         raise CheckpointError(
-            f"{bad[0]} Nothing is saved, so that it replaces no good checkpoint. Resume from the last one. "
+            f"{bad[0]} Nothing is saved, so no good checkpoint is replaced. Resume from the last one. "
             "on_nonfinite='ignore' saves such weights too."
         )
-    told = {what for *_, whats in gathered[: dist.get_rank()] for what in whats}
-    for text in (text for what, text in lost.texts.items() if what not in told):
+    warned = {what for *_, whats in gathered[: dist.get_rank()] for what in whats}
+    for text in (text for what, text in lost.texts.items() if what not in warned):
         warnings.warn(text, stacklevel=2)
     of_replica = {replica: state for rank, replica, state, *_ in gathered if rank == 0}
     own: dict[str, Any] = {"random": engine.random_state()}
@@ -83,8 +83,8 @@ def restore_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine, dat
         if num_batches and earlier != now:
             _log.warning(
                 f"The checkpoint was saved after {num_batches} batches with {earlier} replicas, but this run has "
-                f"{now}, which share out the data differently. Each goes on after {num_batches} batches of its own. In "
-                "this epoch some samples may come twice and others not at all."
+                f"{now}, which share out the data differently. Each continues after {num_batches} batches of its own. "
+                "In this epoch some samples may come twice and others not at all."
             )
     loaders = own.get("loaders")
     if loaders is None:

@@ -1,4 +1,4 @@
-"""What of a checkpoint cannot be pickled: taken out of it, and told."""
+"""Leaves out states that cannot be pickled, and names them in warnings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Pickler(pickle.Pickler):
 
 
 class Unpicklable:
-    """What one save leaves out; ``texts`` has a warning for each."""
+    """The states that one save leaves out; ``texts`` has a warning for each."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
@@ -38,13 +38,13 @@ class Unpicklable:
 
     def take_out(self, checkpoint: dict[str, Any], *, is_root: bool) -> None:
         """Takes out states of callbacks. On the root, entries beside model, optimizers and loops are taken out too."""
-        means = "Resumed, the callback has the state it is made with."
+        means = "After resuming, the callback has its initial state."
         self._drop(checkpoint.get("callbacks", {}), "the state of the callback {!r}", means)
         if is_root:
-            means = "Resumed, the scheduler has it as configure_optimizers makes it."
+            means = "After resuming, the scheduler has the value from configure_optimizers."
             for number, state in enumerate(checkpoint.get("lr_schedulers", [])):
                 self._drop(state, f"{{!r}} in the state of learning rate scheduler {number}", means)
-            self._drop(checkpoint, "{!r}", "Loading the checkpoint does not bring it back.")
+            self._drop(checkpoint, "{!r}", "Loading the checkpoint does not restore it.")
 
     def _drop(self, held: dict[str, Any], what: str, means: str) -> None:
         for key in [key for key in held if key not in _LOOKED_INTO]:

@@ -1,1 +1,1 @@
-"""How a run ends before its time: by a failure, told on every rank so that none waits for it, a signal, or `exit()`."""
+"""How a run ends early: by a failure, which every rank reports so that none waits for it, a signal, or `exit()`."""

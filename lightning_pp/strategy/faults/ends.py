@@ -1,4 +1,4 @@
-"""Runs that end before their time: left by ``exit()``, interrupted twice, or with nothing trained."""
+"""Runs that end early: by ``exit()``, interrupted twice, or with nothing trained."""
 
 from __future__ import annotations
 

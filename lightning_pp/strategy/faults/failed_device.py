@@ -1,4 +1,4 @@
-"""What an exception leaves on a device: receives that wait there for messages that nobody sends any more.
+"""After an exception, receives on a device wait for messages that no rank sends any more.
 
 Whoever waits for the device after that waits for ever, be it to free memory or to print the error.
 """

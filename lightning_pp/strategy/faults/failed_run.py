@@ -1,4 +1,4 @@
-"""What a failure on one rank means for the others: they hear of it, say whose it was, and end."""
+"""After a failure on one rank the others learn of it, name the rank, and end."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class FailedRuns:
             return
         # told at once, so that nobody has to ask for it of a process that may have been stopped
         own = (next(_numbers), this_machine(), os.getpid())
-        told: list[Any] = [None] * num_ranks
+        gathered: list[Any] = [None] * num_ranks
         with among_all_ranks():
-            dist.all_gather_object(told, own)
-        run, machine = told[0][0], own[1]
-        pids = {other: pid for other, (_, its, pid) in enumerate(told) if other != rank and machine == its != ""}
+            dist.all_gather_object(gathered, own)
+        run, machine = gathered[0][0], own[1]
+        pids = {other: pid for other, (_, its, pid) in enumerate(gathered) if other != rank and machine == its != ""}
 
         def wake() -> None:
             this_rank.wake()
@@ -69,7 +69,7 @@ class FailedRuns:
         atexit.register(self.end)
 
     def note(self, error: BaseException, place: str) -> None:
-        """Tells the others of ``error``, which ends the run on this rank; or has it say which rank's failure it is.
+        """Reports ``error``, which ends the run on this rank, to the others, or adds to it which rank failed.
 
         An error that says no more than that another rank has gone gets a new message.
 
@@ -108,7 +108,7 @@ class FailedRuns:
         self.end(failed=True)
 
     def end_all(self, what: str, place: str, code: int) -> None:
-        """Ends this process, and those of all other ranks as soon as they hear of it, with the exit code ``code``."""
+        """Ends this process, and those of all other ranks once they learn of it, with the exit code ``code``."""
         failure = RankFailure(self._rank, _on_host(place), what, is_gone=True, code=code)
         watchdog = self._watchdog
         if watchdog is not None:
@@ -120,9 +120,9 @@ class FailedRuns:
     def _failure_of_others(watchdog: Watchdog, error: BaseException) -> RankFailure | None:
         """What ``error``, which is about other ranks, comes of; None if there is nothing to be found."""
         if any(sign in str(error) for sign in ("imed out", "imeout")):
-            return watchdog.wait(_CAUSE_OF_TIMEOUT_S) or watchdog.one_that_stands()
+            return watchdog.wait(_CAUSE_OF_TIMEOUT_S) or watchdog.stuck_rank()
         # a rank whose time-out has ended this one's connection has asked by then, and will tell what it found
-        return watchdog.wait(_CAUSE_S) or watchdog.one_that_stands() or watchdog.wait(_CAUSE_S - _CAUSE_OF_TIMEOUT_S)
+        return watchdog.wait(_CAUSE_S) or watchdog.stuck_rank() or watchdog.wait(_CAUSE_S - _CAUSE_OF_TIMEOUT_S)
 
     def end(self, *, failed: bool = False) -> None:
         """The run has ended on this rank, one way or the other."""

@@ -1,4 +1,4 @@
-"""Ending a run at the same batch on all ranks when one of them is told to, and saving the training there."""
+"""Ends a run at the same batch on all ranks when one of them gets a signal, and saves the training there."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class CommonEnd:
         now = self._num_batches()
         if self._end is None and self.requested is not None:
             mine = f"{now if self._store is None else now + 1} {self.requested} {self._rank}"
-            self._take_up(mine if self._store is None else self._store.compare_set(self._this_key, "", mine))
+            self._apply(mine if self._store is None else self._store.compare_set(self._this_key, "", mine))
         elif self._end is None and self._store is not None and self._store.check([self._this_key]):
-            self._take_up(self._store.get(self._this_key))
+            self._apply(self._store.get(self._this_key))
         return self._end is not None and now >= self._end[0]
 
     @property
@@ -75,7 +75,7 @@ class CommonEnd:
         return self._end[1], self._end[2]
 
     def start_over(self) -> None:
-        """After an end at which all ranks go on nevertheless."""
+        """After an end after which all ranks continue."""
         self._num_ends += 1
         self._end = self.requested = None
 
@@ -83,13 +83,13 @@ class CommonEnd:
     def _this_key(self) -> str:
         return f"{self._key}/{self._num_ends}"
 
-    def _take_up(self, told: str | bytes) -> None:
-        number, name, rank = (told.decode() if isinstance(told, bytes) else told).split()
+    def _apply(self, message: str | bytes) -> None:
+        number, name, rank = (message.decode() if isinstance(message, bytes) else message).split()
         self._end = int(number), name, int(rank)
 
 
 class Preemption:
-    """Has a SIGTERM or SIGUSR1 to any rank end a run between two batches, on all ranks before the same one.
+    """After a SIGTERM or SIGUSR1 to any rank, ends the run between two batches, on all ranks before the same one.
 
     Lightning's handler starts a collective wherever the signal finds it, also in the middle of a step, in which the
     other ranks wait for this one, and its loop has one before every batch. Here the handler only notes the signal.
@@ -162,17 +162,17 @@ class Preemption:
             return
         self._deadline.reached()
         progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        told = (
+        text = (
             f"{name} on rank {rank}: training has ended after {progress.completed} batches of epoch "
             f"{self._trainer.current_epoch} (step {self._trainer.global_step})"
         )
         if getattr(self._trainer, "fast_dev_run", False):
-            rank_zero_info(f"{told}; nothing is saved in a fast_dev_run.")
+            rank_zero_info(f"{text}; nothing is saved in a fast_dev_run.")
         else:
             started = time.monotonic()
             path = self._save()
             seconds = time.monotonic() - started
-            rank_zero_info(f"{told}, and was saved in {seconds:.1f} s. Go on from it with ckpt_path={path!r}.")
+            rank_zero_info(f"{text}, and was saved in {seconds:.1f} s. Continue from it with ckpt_path={path!r}.")
         self._leave(name)
 
     def _save(self) -> str:

@@ -1,4 +1,4 @@
-"""What may end a run before its time, watched from its beginning to its end: ranks that fail or wait, and signals."""
+"""Watches a run from beginning to end for what may end it early: ranks that fail or wait, and signals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RunWatch:
-    """Watches the runs of one strategy, and tells the other ranks how far this one has come.
+    """Watches the runs of one strategy, and reports this rank's progress to the others.
 
     Args:
         strategy: Whose runs they are.
@@ -90,7 +90,7 @@ class RunWatch:
         self._data_progress.begin_batch(trainer)
 
     def note(self, exception: BaseException) -> None:
-        """Tells the other ranks what has ended the run, and lets go of them, so that none waits for this one."""
+        """Reports to the other ranks what has ended the run, and abandons their groups, so that none waits."""
         end_at_once_when_interrupted_again(exception, self._strategy.launcher)
         self._failed_runs.note(exception, self._place())
         refuse_code_zero(exception, self._strategy.global_rank)
@@ -117,7 +117,7 @@ class RunWatch:
         self._failed_runs.end_all(what, self._place(), 128 + number)
 
     def _wake(self) -> None:
-        """Another rank has failed, and this one may wait for it: from a thread, ends what it may wait in."""
+        """Another rank has failed: from a thread, ends the calls in which this rank may wait for it."""
         self._pipeline.abandon()
         if self._strategy.has_device:
             end_device_work(self._pipeline.channels)
@@ -129,7 +129,7 @@ class RunWatch:
         return stages and f"{stages}, after {number} training batches"
 
     def _position(self) -> Position:
-        """How far this rank has come in all that it does; read from a thread."""
+        """The progress of this rank; read from a thread."""
         engine, batch, num_collectives = self._pipeline.engine, str(self._data_progress), self._strategy.num_collectives
         if engine is None:
             return Position(batch, "", num_collectives)

@@ -1,4 +1,4 @@
-"""A signal that ends a run acts at the next batch; where that does not come in time, the process ends without it."""
+"""A signal that ends a run acts at the next batch; if no batch begins in time, the process ends at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed of an exception that ends a process: what its user can act on, and no frames of libraries."""
+"""Prints an exception that ends a process: the frames on which its user can act, and no frames of libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHOLE_TRACEBACK = "LIGHTNING_PP_TRACEBACK"
 """Environment variable: 1 prints tracebacks whole."""
 
 _MOST_LINES = 4
-_TOLD = "_lightning_pp_told"
+_SUMMARY = "_lightning_pp_told"
 # where a main thread waits for other ranks, or for a device that does
 _WAIT = (
     "torch.distributed.",
@@ -29,7 +29,7 @@ _WAIT = (
 _WORK = ("torch.distributed.checkpoint", "lightning_pp.distributed.fingerprints")
 
 
-class _Told(NamedTuple):
+class _Summary(NamedTuple):
     sentence: str
     with_frames: bool
 
@@ -41,9 +41,9 @@ def user_frames(error: BaseException) -> tuple[str, ...]:
 
 
 def tell_shortly(error: BaseException, sentence: str, *, with_frames: bool = False) -> None:
-    """If nobody catches ``error``, its process ends with ``sentence`` in place of the whole traceback.
+    """If no code catches ``error``, its process ends with ``sentence`` in place of the whole traceback.
 
-    Nothing changes where somebody else prints exceptions (a notebook, a debugger), or if the environment variable
+    Nothing changes where other code prints exceptions (a notebook, a debugger), or if the environment variable
     ``LIGHTNING_PP_TRACEBACK`` is 1.
 
     Args:
@@ -57,11 +57,11 @@ def tell_shortly(error: BaseException, sentence: str, *, with_frames: bool = Fal
     # torch.distributed has one that prints as Python does
     if hook is sys.__excepthook__ or getattr(hook, "__module__", "").startswith("torch."):
         sys.excepthook = _print_shortly
-    vars(error)[_TOLD] = _Told(sentence, with_frames)
+    vars(error)[_SUMMARY] = _Summary(sentence, with_frames)
 
 
 def main_thread_stack() -> Stack:
-    """What the main thread runs: the user's last four lines, and the innermost one, whose ever it is."""
+    """The main thread's stack: the user's last four lines, and the innermost line of any code."""
     frames: list[FrameType] = []
     # A finalizer would let the main thread leave frames whose objects are being made. Python 3.11 then writes into
     # memory that is used again. CPython switches collection off in sys._current_frames likewise (gh-106883).
@@ -84,12 +84,12 @@ def main_thread_stack() -> Stack:
 
 
 def _print_shortly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    told: _Told | None = vars(error).get(_TOLD)
-    if told is None:
+    summary: _Summary | None = vars(error).get(_SUMMARY)
+    if summary is None:
         sys.__excepthook__(kind, error, trace)
         return
-    text = f"lightning_pp: {told.sentence}\n"
-    if told.with_frames:
+    text = f"lightning_pp: {summary.sentence}\n"
+    if summary.with_frames:
         frames = [frame for frame, _ in traceback.walk_tb(trace)]
         entries = zip(frames, traceback.extract_tb(trace), strict=True)
         text += "".join(traceback.format_list([entry for frame, entry in entries if is_of_user(frame)]))

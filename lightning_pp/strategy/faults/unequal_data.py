@@ -1,4 +1,4 @@
-"""Ranks that have different numbers of batches, of which one would wait for another for ever."""
+"""Ranks with different numbers of batches, of which one would wait for another for ever."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def check_num_batches(trainer: pl.Trainer) -> None:
         ConfigurationError: On all ranks: the numbers differ.
     """
     what, mine = _numbers(trainer)
-    told: list[Any] = [None] * dist.get_world_size()
+    of_all: list[Any] = [None] * dist.get_world_size()
     with among_all_ranks():
-        dist.all_gather_object(told, mine)
-    for rank, numbers in enumerate(told):
-        if numbers != told[0]:
+        dist.all_gather_object(of_all, mine)
+    for rank, numbers in enumerate(of_all):
+        if numbers != of_all[0]:
             raise ConfigurationError(
-                f"Rank 0 has {_written(told[0])} batches of {what} data, but rank {rank} has {_written(numbers)}. The "
-                "rank with more batches would wait for ever. Give every rank as many: let datasets and samplers depend "
-                "on strategy.data_parallel_rank only, not on the rank, and drop or repeat the samples left over (as "
-                "DistributedSampler does). unequal_data='shortest' ends all ranks where the first one ends."
+                f"Rank 0 has {_written(of_all[0])} batches of {what} data, but rank {rank} has {_written(numbers)}. "
+                "The rank with more batches would wait for ever. Give every rank the same number: datasets and "
+                "samplers may depend on strategy.data_parallel_rank only. Drop or repeat the samples left over (as "
+                "DistributedSampler does). unequal_data='shortest' ends all ranks with the first."
             )
 
 
 class DataProgress:
-    """How far this rank has come in each of its data: a fit in those of training and of validation.
+    """This rank's progress in each of its data: in a fit, those of training and of validation.
 
     The main thread notes each batch as it begins; the thread that watches the ranks asks.
     """
@@ -88,7 +88,7 @@ def _batches(trainer: pl.Trainer) -> tuple[str, Any]:
 
 
 class ShortestLoader:
-    """A loader that ends, on every rank, where that of the first rank ends.
+    """A loader that ends on every rank when it has ended on one.
 
     Where a loader knows its length the shortest is agreed upon here. Otherwise the ranks ask each other before each
     batch whether all have one.
@@ -101,9 +101,9 @@ class ShortestLoader:
     def __init__(self, loader: Any, agree: Callable[[bool], bool]) -> None:
         self.loader = loader
         self._agree = agree
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, sized_len(loader))
-        self._length: int | None = None if None in told else min(told)
+        lengths: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(lengths, sized_len(loader))
+        self._length: int | None = None if None in lengths else min(lengths)
 
     def __getattr__(self, name: str) -> Any:
         """What it is not asked to end is asked of the loader."""
@@ -128,7 +128,7 @@ class ShortestLoader:
 
 
 def _numbers(trainer: pl.Trainer) -> tuple[str, list[float]]:
-    """What is run over, and the batches of each of its loaders."""
+    """The kind of data of the run, and the number of batches of each loader."""
     stage = trainer.state.stage
     if stage == RunningStage.TRAINING:
         return "training", [trainer.num_training_batches]

@@ -1,1 +1,1 @@
-"""Everything that takes the place of a part of Lightning, or patches one."""
+"""Everything that replaces a part of Lightning, or patches one."""

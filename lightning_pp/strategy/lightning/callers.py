@@ -1,4 +1,4 @@
-"""Which lines are the user's, and not Lightning's or this package's."""
+"""Finds lines of the user's code, not of Lightning or this package."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Clip = Callable[[list[nn.Parameter], float, float], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class GradientNorms:
-    """What ``grad_norm(module)`` and ``clip_grad_norm_`` are on one device, for a module of which this rank has a part.
+    """``grad_norm(module)`` and ``clip_grad_norm_`` as on one device, for a module of which this rank has a part.
 
     Attributes:
         module: The user's module, or what it is part of.
@@ -54,8 +54,8 @@ class GradientNorms:
         kind = float(norm_type)
         own = self._own_norms(kind, {known[p]: p for p in listed.values()})
         found, holders = dict[str, tuple[float, torch.dtype]](), dict[str, int]()
-        told = self.groups.gather_in_pipeline({name: (*norm, name in self.cut) for name, norm in own.items()})
-        for rank, part in enumerate(told):
+        norms_of_ranks = self.groups.gather_in_pipeline({name: (*norm, name in self.cut) for name, norm in own.items()})
+        for rank, part in enumerate(norms_of_ranks):
             for name, (norm, dtype, is_cut) in part.items():
                 stage = rank // self.groups.num_tensor_ranks
                 if is_cut and holders.setdefault(name, stage) != stage:  # tied to a unit of another stage
@@ -122,7 +122,7 @@ class GradientNorms:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Within, the two functions are these, where Lightning and torch have them and in the user's modules."""
+        """In the block, the two functions are these, where Lightning and torch have them and in the user's modules."""
         originals = grads.grad_norm, torch.nn.utils.clip_grad_norm_
 
         grad_norm, clip_grad_norm_ = originals

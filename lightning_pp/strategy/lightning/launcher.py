@@ -16,7 +16,7 @@ from lightning_pp.strategy._lightning_private import SubprocessScriptLauncher
 
 
 class RunLauncher(SubprocessScriptLauncher):
-    """Starts the other processes of this node, if nobody has, and notes arguments of ``fit`` and its siblings.
+    """Starts the other processes of this node unless a launcher has, and notes arguments of ``fit`` and its siblings.
 
     Lightning 2.6 passes ``weights_only`` to strategies that restore before ``setup`` only, and sets
     ``trainer.ckpt_path`` after it. A strategy that restores afterwards can know them from the arguments of the run,

@@ -1,4 +1,4 @@
-"""Loggers that fail while a run is under way: said once, and the run goes on.
+"""Loggers that fail during a run: one warning, and the run continues.
 
 A disk that is full, or a service that is gone, is no reason to lose a training; and an exception on the rank that logs
 would leave the others waiting.
@@ -45,7 +45,7 @@ class GuardedLoggers:
             if not any(logger is known for known in self._known):
                 self._known.append(logger)
                 guarded = {
-                    name: self._told_once(logger, name, rank)
+                    name: self._guarded_method(logger, name, rank)
                     for name in _METHODS
                     if callable(getattr(type(logger), name, None))
                 }
@@ -56,7 +56,7 @@ class GuardedLoggers:
         self._guarded.close()
         self._failed, self._known = [], []
 
-    def _told_once(self, logger: Logger, name: str, rank: int) -> Callable[..., Any]:
+    def _guarded_method(self, logger: Logger, name: str, rank: int) -> Callable[..., Any]:
         method = getattr(logger, name)
 
         @wraps(method)
@@ -64,17 +64,17 @@ class GuardedLoggers:
             try:
                 return method(*args, **kwargs)
             except Exception as error:
-                self._tell(logger, name, rank, error)
+                self._warn(logger, name, rank, error)
                 return None
 
         return call
 
-    def _tell(self, logger: Logger, name: str, rank: int, error: Exception) -> None:
+    def _warn(self, logger: Logger, name: str, rank: int, error: Exception) -> None:
         if any(logger is failed for failed in self._failed):
             return
         self._failed.append(logger)
         warnings.warn(
-            f"{type(logger).__name__}.{name} raised {type(error).__name__} on rank {rank}: {error}. The run goes on "
+            f"{type(logger).__name__}.{name} raised {type(error).__name__} on rank {rank}: {error}. The run continues "
             "and still calls this logger, but what the logger gets may be lost. Further errors of it are not reported.",
             stacklevel=3,
         )

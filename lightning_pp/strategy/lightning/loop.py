@@ -15,7 +15,7 @@ from lightning_pp.strategy._lightning_private import AutomaticOptimization, call
 
 
 class PipelineClosure(Closure):
-    """Zeroes the gradients first, since the step makes them: elsewhere Lightning zeroes between step and backward."""
+    """Zeroes the gradients first, since the step computes them; Lightning usually zeroes between step and backward."""
 
     def __init__(
         self, trainer: pl.Trainer, step: Callable[[], ClosureResult], zero_grad: Callable[[], None] | None
@@ -75,7 +75,7 @@ class PipelineOptimization(AutomaticOptimization):
 
     @classmethod
     def install(cls, trainer: pl.Trainer) -> None:
-        """Puts this loop in the place of Lightning's, with the progress made so far."""
+        """Replaces Lightning's loop by this one, with the progress made so far."""
         epoch_loop = trainer.fit_loop.epoch_loop
         if not isinstance(epoch_loop.automatic_optimization, cls):
             loop = cls(trainer)

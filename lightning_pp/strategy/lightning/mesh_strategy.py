@@ -1,4 +1,4 @@
-"""The processes of a strategy and what they tell each other."""
+"""The processes of a strategy and their collectives."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the job: ``trainer.world_size``, whoever asks."""
+        """Processes of the job, always ``trainer.world_size``."""
         return self.world_size
 
     @property
@@ -156,7 +156,7 @@ class MeshStrategy(ParallelStrategy):
         return self.launcher.weights_only if isinstance(self.launcher, RunLauncher) else None
 
     def set_world_ranks(self) -> None:
-        """Tells the cluster environment and Lightning's rank-zero helpers this process's rank."""
+        """Sets this process's rank in the cluster environment and in Lightning's rank-zero helpers."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -185,7 +185,7 @@ class MeshStrategy(ParallelStrategy):
         if is_new:
             set_timeout(group_timeout)
         self._sizes = self._resolve_sizes(self.num_ranks)
-        self._tell_of_placement()
+        self._warn_of_placement()
         if self._device_mesh is None:
             self._device_mesh, self._data_parallel_mesh = make_meshes(self.root_device.type, self.sizes)
             groups = groups_of_collectives(self._device_mesh, self._data_parallel_mesh)
@@ -201,7 +201,7 @@ class MeshStrategy(ParallelStrategy):
         else:  # every rank draws what the first one would draw alone: the order of the data, and what hooks draw
             self.broadcast(GeneratorStates.now(torch.device("cpu"))).put_back(torch.device("cpu"))
 
-    def _tell_of_placement(self) -> None:
+    def _warn_of_placement(self) -> None:
         """Says where ranks on different nodes share what neighbours on one node should; once for the job."""
         if self.num_nodes == 1:
             return
@@ -390,7 +390,7 @@ class MeshStrategy(ParallelStrategy):
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Over all ranks: any of them may have been told to stop. Before a set-up each rank decides for itself."""
+        """Over all ranks: any of them may have got a signal to stop. Before a set-up each rank decides for itself."""
         if self.num_ranks == 1 or not dist.is_initialized():
             return decision
         self._check_outside_step("reduce_boolean_decision", self.num_ranks)
@@ -470,5 +470,5 @@ class MeshStrategy(ParallelStrategy):
 
 
 def _is_world(group: Any) -> bool:
-    """Whether nobody has chosen a group: ``LightningModule.all_gather`` passes that of all ranks."""
+    """Whether no group was chosen: ``LightningModule.all_gather`` then passes that of all ranks."""
     return group is None or (dist.is_initialized() and group is dist.group.WORLD)

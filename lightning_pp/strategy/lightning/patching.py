@@ -1,4 +1,4 @@
-"""Giving one object other methods for a while."""
+"""Replaces methods of one object for a while."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class InPlaceOf:
-    """A callable in the place of ``original``, whose attributes are read and set: it may be an object of the user's.
+    """A callable that replaces ``original`` and has its attributes: it may be an object of the user.
 
     Attributes:
         original: What was there before.
@@ -40,7 +40,7 @@ def in_place_of(original: Any, function: Callable[..., Any]) -> Callable[..., An
 
 @contextmanager
 def replaced(target: object, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Within, ``target`` has the given methods.
+    """In the block, ``target`` has the given methods.
 
     They lie in the instance's ``__dict__``, put there past any ``__setattr__`` (of modules and metrics), and the class
     and other instances are not affected.

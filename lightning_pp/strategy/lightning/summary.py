@@ -13,7 +13,7 @@ from lightning_pp.strategy._lightning_private import replace_summary, summary_co
 
 
 class WholeSummary:
-    """What a model summary shows, counted while all parameters were there; this rank may have a part of them only.
+    """The numbers of a model summary, counted while all parameters were there; later this rank may have only a part.
 
     Args:
         summary: Lightning's.

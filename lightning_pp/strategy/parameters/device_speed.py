@@ -1,4 +1,4 @@
-"""How fast the device of this rank is, by what Lightning and torch know of it."""
+"""The speed of this rank's device, by Lightning's and torch's tables."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def resume_callbacks(trainer: pl.Trainer, states: dict[str, Any]) -> None:
 
 @contextmanager
 def _filtered_by_identity() -> Iterator[None]:
-    """Within, parameters are compared with those of the optimizer by identity, not by value."""
+    """In the block, parameters are compared with those of the optimizer by identity, not by value."""
 
     def not_in(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -67,9 +67,8 @@ def _filtered_by_identity() -> Iterator[None]:
         absent = [parameter for parameter in params if id(parameter) not in present]
         if len(absent) < len(params):
             rank_zero_warn(
-                "Parameters that are to be thawed are in the optimizer already; they are left in their group. Did you "
-                "init your optimizer in configure_optimizers with all parameters? Give it those that require a "
-                "gradient."
+                "Parameters to unfreeze are already in the optimizer and stay in their group. Did you init your "
+                "optimizer in configure_optimizers with all parameters? Give it only those that require a gradient."
             )
         return absent
 

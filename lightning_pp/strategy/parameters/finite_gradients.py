@@ -23,7 +23,7 @@ Finding = tuple[int, int, str]
 
 
 class FiniteGradients:
-    """Decides before each update of a pipeline whether it is made.
+    """Decides before each update of a pipeline whether to make it.
 
     With clipping by norm the norm, which all ranks know, tells. Otherwise each rank looks at its own gradients, by one
     reduction; in mode ``"skip"`` all ranks then agree by an all-reduce of one number. A precision with a scaler of the
@@ -65,9 +65,9 @@ class FiniteGradients:
         number = max(0, trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1)
         return f"batch {number} of epoch {trainer.current_epoch} (step {trainer.global_step})"
 
-    def note_loss(self, told: str | None) -> None:
+    def note_loss(self, text: str | None) -> None:
         """What is not finite about the losses of a batch, the same on every rank: its update is to be skipped."""
-        self._loss = self._loss or told
+        self._loss = self._loss or text
 
     def note_norm(self, norm: Tensor) -> None:
         """The norm of all gradients of all ranks, before they are scaled by it."""
@@ -78,7 +78,7 @@ class FiniteGradients:
             self._own = self._last_own_finding()
 
     def bad_weight(self) -> str | None:
-        """A trained parameter of this rank that is not finite, in words; None for none, and where nobody is to look."""
+        """A trained parameter of this rank that is not finite, in words; None for none, and if the check is off."""
         trained = [item for item in self._split.module.named_parameters() if item[1].requires_grad]
         if self.mode == "ignore" or are_finite(parameter for _, parameter in trained):
             return None
@@ -108,13 +108,13 @@ class FiniteGradients:
         if not is_bad:
             return True
         finding = self._last_finding_of_ranks(own) if known_to_all else own
-        told = loss or (finding[2] if finding else f"The norm of all gradients is {norm}, in {self.where()}.")
+        text = loss or (finding[2] if finding else f"The norm of all gradients is {norm}, in {self.where()}.")
         if self.mode == "error":
-            raise NonFiniteError(told)
+            raise NonFiniteError(text)
         for parameter in self._split.module.parameters():
             parameter.grad = None
         self._num_skipped += 1
-        rank_zero_warn(f"{told} This update is skipped on all ranks, as {self._num_skipped - 1} before it in this run.")
+        rank_zero_warn(f"{text} This update is skipped on all ranks, as {self._num_skipped - 1} before it in this run.")
         return False
 
     def _gradients(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:

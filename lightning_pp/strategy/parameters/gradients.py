@@ -1,4 +1,4 @@
-"""This rank's parameters as the data-parallel replicas and the other stages see them."""
+"""This rank's parameters, their shards over replicas, and their gradients over replicas and stages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_pp.sharding.units.collective_times import CollectiveClock
 from lightning_pp.sharding.units.host_memory import return_freed_memory
 from lightning_pp.split.memory.state_memory import StepDtypes
 from lightning_pp.strategy.parameters.placing import ParameterPlacing
-from lightning_pp.strategy.parameters.tensor_units import check_and_tell, refuse_other_updates
+from lightning_pp.strategy.parameters.tensor_units import check_and_report, refuse_other_updates
 
 
 class StageGradients:
@@ -105,7 +105,7 @@ class StageGradients:
         parts = split.tensor_parts
         self.cut = {names[name]: p for name, p in split.module.named_parameters() if names[name] in parts}
         self._cut_ids = set(map(id, self.cut.values()))
-        check_and_tell(split, groups)
+        check_and_report(split, groups)
         self._shared = self._shared_parameters(split, mesh)
         self._shared.broadcast_initial()
         named = {names[name]: parameter for name, parameter in split.module.named_parameters()}
@@ -126,7 +126,7 @@ class StageGradients:
         return SharedParameters(shared, holders)
 
     def dry(self) -> AbstractContextManager[None]:
-        """Within, unit calls gather nothing, since fakes stand in for their parameters."""
+        """In the block, unit calls gather nothing, since fakes stand in for their parameters."""
         return nullcontext() if self._units is None else self._units.paused()
 
     @property
@@ -169,7 +169,7 @@ class StageGradients:
                 self._shared.sum_gradients()
 
     def finish_evaluation(self) -> None:
-        """After the forward of an evaluation batch: frees what was gathered."""
+        """After the forward of an evaluation batch: frees gathered parameters."""
         if self._units is not None:
             self._units.reshard_all()
 

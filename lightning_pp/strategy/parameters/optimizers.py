@@ -1,4 +1,4 @@
-"""The one optimizer of a pipeline: made as on one device, then cut down to what a rank owns."""
+"""The one optimizer of a pipeline: made as on one device, then reduced to the parameters that a rank owns."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class KeptOptimizers:
             self._labels[optimizer] = [list(group.get("param_names", ())) for group in optimizer.param_groups]
 
     def make_whole(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-        """Gives each the parameters of the whole module, without state: the trainer that has it next starts anew."""
+        """Gives each optimizer the parameters of the whole module, without state, for the next trainer."""
         current = dict(module.named_parameters())
         for optimizer in optimizers:
             optimizer.state.clear()

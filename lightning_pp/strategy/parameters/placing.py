@@ -1,4 +1,4 @@
-"""Where this rank's parameters get memory on its device: at once what stays whole, unit by unit what is sharded."""
+"""Allocates this rank's parameters on its device: whole ones at once, sharded ones unit by unit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_pp.split.fakes.materialize import materialize_parameters, without
 
 
 class ParameterPlacing:
-    """Gives what this rank holds memory on its device and one value on all ranks of the same stages.
+    """Allocates this rank's parameters on its device, with one value on all ranks of the same stages.
 
     Units that are going to be sharded, or cut over tensor ranks, get it one after the other, right before they are, so
     that no more than one of them is whole at a time.

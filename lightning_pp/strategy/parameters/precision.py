@@ -1,4 +1,4 @@
-"""Which dtypes a step uses, from Lightning's precision plugin, and which plugins a pipeline cannot run."""
+"""The dtypes of a step, from Lightning's precision plugin, and the plugins that a pipeline cannot run."""
 
 from __future__ import annotations
 

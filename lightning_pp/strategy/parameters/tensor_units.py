@@ -1,4 +1,4 @@
-"""This rank's units, to be cut over the tensor axis: what they are called with, and what stays whole."""
+"""This rank's units, to be cut over the tensor axis: their arguments, and the parameters that stay whole."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def refuse_distributed(module: nn.Module) -> None:
         )
 
 
-def check_and_tell(split: SplitModel, groups: ControlGroups) -> None:
-    """Has the first calls of units compared with whole units, and tells what is not cut; every rank calls it."""
+def check_and_report(split: SplitModel, groups: ControlGroups) -> None:
+    """Compares the first calls of units with whole units, and logs parameters that are not cut; every rank calls it."""
     if split.tensor is not None:
         split.tensor.check_next_calls()
         counted = groups.gather_in_pipeline(split.tensor.counted())

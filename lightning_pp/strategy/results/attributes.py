@@ -1,4 +1,4 @@
-"""What the user's step keeps on the module: the same after a batch as on one device, on every rank.
+"""State that the user's step keeps on the module: after a batch it is as on one device, on every rank.
 
 ``self.validation_step_outputs.append(preds)``, ``self.num_seen += 1`` and the like run once per microbatch, and to
 their end on the last stage only. Each microbatch starts from what the module held before the batch; the changes are
@@ -112,7 +112,7 @@ class StepAttributes:
         }
 
     def values_by_name(self, changes: Changes) -> dict[str, Any]:
-        """What was appended or set, by the name of the attribute or of what it holds."""
+        """The appended or set values, by the name of the attribute or of the entry in it."""
         return {
             self._name(place): change.value if isinstance(change, (Move, Rows)) else change
             for place, change in changes.items()

@@ -1,4 +1,4 @@
-"""Values of metrics on a whole batch, from what their states were in its microbatches."""
+"""Values of metrics on a whole batch, from their states in its microbatches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Computed:
 
 
 class BatchValues:
-    """What metrics computed in the steps of one batch.
+    """The values that metrics computed in the steps of one batch.
 
     ``value = self.metric(preds, target)`` has its value on the microbatch. The value on the batch is computed from the
     states of all microbatches, reduced as torchmetrics reduces those of several processes.
@@ -84,7 +84,7 @@ class BatchValues:
 
 @contextmanager
 def _reduced(metric: Metric, states: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Within, ``metric`` has ``states`` in one."""
+    """In the block, ``metric`` has ``states`` in one."""
     reductions = reductions_of(metric)
     own = {name: getattr(metric, name) for name in reductions}
     try:

@@ -1,4 +1,4 @@
-"""A change that a step makes at one place of the module: what it is in a microbatch, and what the batch makes of it."""
+"""A change that a step makes at one place of the module: in a microbatch, and in the whole batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Move(NamedTuple):
 
     @property
     def added(self) -> Any:
-        """What was added to it; of flags, which of them are others now."""
+        """The difference to the value before; for flags, those that have changed."""
         are_flags = getattr(self.before, "dtype", None) in (torch.bool, np.bool_)
         return self.value ^ self.before if are_flags else self.value - self.before
 
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
 
 def changes_in(reached: Reached, of_whole_batch: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
-    """By key what became of the entries of a container; under None what it holds now, or was appended."""
+    """The changes of a container's entries by key; under None its new content, or appended entries."""
     now, before = reached.container, reached.content
     if not reached.is_changed:
         return
@@ -75,7 +75,7 @@ def changes_of_items(
 
 
 def change_of(before: Any, now: Any) -> Any:
-    """What a place holds ``now``, as a move if it is a number and as rows if it has grown at its end."""
+    """The change of a place from before to ``now``: a move for a number, rows if it has grown at its end."""
     if is_number(before) and is_number(now):
         before, now = (each.detach() if isinstance(each, Tensor) else each for each in (before, now))
         return Move(before, now)
@@ -131,7 +131,7 @@ def _is_whole(number: Any) -> bool:
 def _merged_entries(
     parts: Sequence[list[Any]], num_samples: Sequence[int], weights: Sequence[float], learned: Learned, name: str
 ) -> Any:
-    """What a batch leaves in a list: an entry for each sample, or its own entries, or all of them."""
+    """The entries of a batch in a list: one for each sample, or its own entries, or all of them."""
     if learned.is_by_sample(name, parts, num_samples):
         return merge_outputs(parts, num_samples, weights)
     if len(set(map(len, parts))) > 1:

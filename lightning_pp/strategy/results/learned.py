@@ -1,4 +1,4 @@
-"""What checks of first batches teach about a step's numbers and lists: how those of microbatches make the batch's."""
+"""Results of checks of first batches: how a step's numbers and lists of microbatches make those of the batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_number(value: object) -> bool:
 
 
 class Learned:
-    """What is known of the values that a module's steps leave, by their place in Python's notation."""
+    """Known kinds of the values that a module's steps leave, by their place in Python's notation."""
 
     def __init__(self) -> None:
         self._adds_up: dict[str, bool] = {}

@@ -1,4 +1,4 @@
-"""What one ``self.log`` call said, in plain data, and how the calls of several microbatches or replicas become one."""
+"""One ``self.log`` call as plain data, and merging the calls of several microbatches or replicas into one."""
 
 from __future__ import annotations
 

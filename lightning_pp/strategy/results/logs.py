@@ -75,7 +75,7 @@ class StepLogs:
 
     @contextmanager
     def installed(self, module: LightningModule) -> Iterator[None]:
-        """Within, ``module.log`` does between :meth:`begin` and :meth:`end` as they say; arguments are checked as ever.
+        """In the block, between :meth:`begin` and :meth:`end`, ``module.log`` records here; it still checks arguments.
 
         Args:
             module: The user's module. In a loop that does not support logging its ``log`` is left alone and says so.
@@ -162,7 +162,7 @@ class StepLogs:
                 self.end()
 
     def take_batch_values(self, metrics: BatchValues) -> None:
-        """Puts what ``metrics`` computed for the batch in the place of what they computed for microbatches."""
+        """Replaces the values that ``metrics`` computed for microbatches by those for the batch."""
         places: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
         for index in sorted(self._microbatches):
             for place, item in enumerate(self._microbatches[index]):
@@ -174,7 +174,7 @@ class StepLogs:
                 recorded[place] = replace(recorded[place], value=value)
 
     def to_host(self, copies: HostCopies) -> None:
-        """Puts copies in the place of the recorded values, which a next step may change."""
+        """Replaces the recorded values by copies, since the next step may change them."""
         for index, recorded in self._microbatches.items():
             self._microbatches[index] = [
                 item if item.value is None else replace(item, value=copies.copy(item.value)) for item in recorded

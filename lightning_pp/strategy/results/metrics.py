@@ -54,7 +54,7 @@ class _Scope(enum.Enum):
     LOCAL = enum.auto()
     """`compute` means the value of this rank's data: in a step, or in a metric's `forward`."""
     SHARED = enum.auto()
-    """In the `compute` of a metric that wraps others: theirs sync over the replicas, and tell nobody."""
+    """In the `compute` of a metric that wraps others: these sync over the replicas, without a report."""
 
 
 class PipelineMetrics:
@@ -109,7 +109,7 @@ class PipelineMetrics:
             set_update_count(metric, count)
 
     def step(self) -> AbstractContextManager[None]:
-        """Within, metrics are used for real and give local values: the last stage's run of a step."""
+        """In the block, metrics are updated and return local values: the last stage's run of a step."""
         return self._scoped(_Scope.LOCAL)
 
     def suspended(self) -> AbstractContextManager[None]:
@@ -118,7 +118,7 @@ class PipelineMetrics:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Within, steps use the metrics for real; afterwards these are as they were before."""
+        """In the block, steps update the metrics; afterwards these are as they were before."""
         copies = copy.deepcopy(self._collected)  # together, so that metrics of a collection share states as before
         self.batch_values = BatchValues()
         try:
@@ -170,7 +170,7 @@ class PipelineMetrics:
 
     @contextmanager
     def _synced_over_replicas(self, metric: Metric) -> Iterator[None]:
-        """Within, ``metric`` and those it wraps sync over the last stage's replicas alone, never over all ranks."""
+        """In the block, ``metric`` and those it wraps sync over the last stage's replicas only, not over all ranks."""
         with ExitStack() as stack:
             for part in metric.modules():
                 if isinstance(part, Metric):
@@ -204,7 +204,7 @@ class PipelineMetrics:
 def metrics_suspended(
     module: nn.Module, returns: Returns | None = None, *, on_fakes: bool = False
 ) -> AbstractContextManager[None]:
-    """Within, no call reaches the metrics of ``module``, so a step on fake or partial values leaves them alone.
+    """In the block, no call reaches the metrics of ``module``, so a step on fake or partial values leaves them alone.
 
     ``forward``, ``update``, ``compute`` and ``reset`` of every :class:`torchmetrics.Metric` and of every
     :class:`torchmetrics.MetricCollection` are intercepted.
@@ -253,7 +253,7 @@ def _metric_replacements(metric: Metric, answer: Returns, *, on_fakes: bool = Fa
 
 
 def _value_of_copy(metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any], otherwise: Any) -> Any:
-    """What ``metric`` would make of one batch; ``otherwise`` where that cannot be told without the batch's values."""
+    """The value of ``metric`` on one batch; ``otherwise`` if it depends on the batch's values."""
     if not torch.is_grad_enabled():
         return otherwise
     with without_dispatch_modes():  # to a dry run this would be a write into memory that the step was given

@@ -1,4 +1,4 @@
-"""What the user's step returned: from the microbatches to the whole batch, and from the last stage to every rank."""
+"""Outputs of the user's step: from the microbatches to the whole batch, and from the last stage to every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def merge_outputs(
     learned: Learned | None = None,
     place: str = "",
 ) -> Any:
-    """What the step would have returned for the whole batch, from what it returned for each microbatch.
+    """The step's output for the whole batch, from its outputs for each microbatch.
 
     By kind of value, wherever it stands in the outputs' containers (the kinds that :mod:`lightning_pp.split.data.tree`
     knows):
@@ -217,7 +217,7 @@ class NoLossError(ConfigurationError):
 
 @contextmanager
 def none_refused(batch_idx: int) -> Iterator[None]:
-    """Within, stages run the batch; a step that only now returns None ends the run."""
+    """In the block, stages run the batch; a step that only now returns None ends the run."""
     try:
         yield
     except NoLossError as error:

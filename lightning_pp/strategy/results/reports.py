@@ -29,7 +29,7 @@ Merged = tuple[Any, dict[Any, Any]]
 
 @dataclass(frozen=True)
 class _Content:
-    """What the last stage tells.
+    """The content of the last stage's report.
 
     Attributes:
         calls: What the global batch logged.
@@ -51,13 +51,13 @@ class _Content:
 
 
 class ReportedBatch(NamedTuple):
-    """What a batch is on one rank.
+    """The data of a batch on one rank.
 
     Attributes:
         weights: Share of each microbatch.
         num_samples: Samples of the replica's batch.
         fingerprint: Of the batch that this rank saw; None: it is not compared.
-        finite_in: Names the batch and this rank, if its losses have to be finite; None: nobody looks.
+        finite_in: Names the batch and this rank, if its losses have to be finite; None: no check.
         raises: Whether every rank of every pipeline raises that a loss is not finite, in place of telling it.
     """
 
@@ -78,8 +78,8 @@ class BatchReport:
         merge: Merges what they returned and changed; called on the last stage.
         batch: What the batch is here.
         device: Where this rank computes.
-        metrics: Those of the module, whose counts of updates are told; None for none.
-        trainer: The step may set its ``should_stop``; None: nobody looks.
+        metrics: Those of the module, whose counts of updates are sent; None for none.
+        trainer: The step may set its ``should_stop``; None: not read.
         nonfinite: Once it is taken up, which loss of the global batch is not finite, in words; None for none.
     """
 
@@ -97,7 +97,7 @@ class BatchReport:
         self._message: Future[_Content] | None = None if self.line.groups.is_source else self.line.listen()
 
     def send(self, outputs: Sequence[Any]) -> None:
-        """Starts to tell the others, on the last stage after its last forward; waits for nobody, nor for the device.
+        """Starts to send the report, on the last stage after its last forward; does not wait for ranks or the device.
 
         Of several tensor ranks of the last stage the first tells.
 
@@ -140,7 +140,7 @@ class BatchReport:
         self._message = self.line.send(produce)
 
     def receive_and_apply(self, module: pl.LightningModule, batch_idx: int) -> Merged:
-        """At the end of this rank's step: waits for the report, and hands Lightning what was logged.
+        """At the end of this rank's step: waits for the report, and passes its logs to Lightning.
 
         Args:
             module: The user's module.

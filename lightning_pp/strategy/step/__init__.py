@@ -1,1 +1,1 @@
-"""The user's step and the user's hooks: calling them outside of a loop, and what they may not do."""
+"""The user's step and hooks: calls outside of a loop, and refusals."""

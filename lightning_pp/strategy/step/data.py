@@ -1,4 +1,4 @@
-"""What the strategy needs of the data: a first batch to learn from, and the same draws on all stages."""
+"""The data that the strategy needs: a first batch to record, and the same draws on all stages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MISSING = object()
 
 
 class FirstBatch(NamedTuple):
-    """A batch to learn from.
+    """A batch to record.
 
     Attributes:
         batch: As the step will see it, on the device.
@@ -51,7 +51,7 @@ class FirstBatch(NamedTuple):
 
     @contextmanager
     def as_hooks_left_it(self) -> Iterator[None]:
-        """Within, the module has what the hooks have set, for a step that uses it; afterwards it is as before them."""
+        """In the block, the module has the attributes that hooks have set, for a step; afterwards it is as before."""
         before = [(vars(module), name, vars(module).get(name, _MISSING)) for module, name, _ in self.left]
         for module, name, value in self.left:
             vars(module)[name] = value
@@ -65,7 +65,7 @@ class FirstBatch(NamedTuple):
 
 
 def has_no_batches(trainer: pl.Trainer) -> bool:
-    """Whether the trainer was told to run over nothing, so that Lightning makes no loader (``limit_val_batches=0``)."""
+    """Whether the trainer runs over no batches, so that Lightning makes no loader (``limit_val_batches=0``)."""
     if trainer.state.fn == TrainerFn.FITTING:
         has_sanity_check = trainer.enable_validation and trainer.num_sanity_val_steps > 0
         return trainer.limit_train_batches == 0 and not has_sanity_check
@@ -103,7 +103,7 @@ def first_batch(trainer: pl.Trainer, data_parallel_rank: int = 0) -> FirstBatch:
 
 
 def _transferred(trainer: pl.Trainer, batch: Any) -> tuple[Any, list[tuple[nn.Module, str, Any]]]:
-    """What the transfer hooks make of a batch, and what they have set on the module, which is as before.
+    """The batch after the transfer hooks, and the attributes that they set on the module, which is as before.
 
     The loop calls them again with its first batch. What they make of it now cannot be kept for that: they may draw, or
     ask the trainer, and the loop may run another batch first.
@@ -127,7 +127,7 @@ def _transferred(trainer: pl.Trainer, batch: Any) -> tuple[Any, list[tuple[nn.Mo
 
 
 def warn_equal_streams(fingerprints: Sequence[Any]) -> None:
-    """Says if all replicas were given the same batch of an iterable dataset, which nobody has shared out.
+    """Warns if all replicas got the same batch of an iterable dataset, which is then not shared out.
 
     Args:
         fingerprints: Of the batch of each replica.
@@ -159,7 +159,7 @@ def _loop_of(trainer: pl.Trainer) -> Any:
 def _looked_at(
     trainer: pl.Trainer, loop: Any, data_parallel_rank: int, *, is_training: bool
 ) -> tuple[CombinedLoader, Any]:
-    """Makes the loader, reads its first batch, and has the loop get this loader when it asks for the first time."""
+    """Makes the loader, reads its first batch, and makes the loop use this loader first."""
     source = data_source_of(loop)
     vars(source).pop("dataloader", None)  # left by a run that never asked
     made = request_dataloader(source)

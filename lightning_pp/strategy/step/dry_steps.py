@@ -1,4 +1,4 @@
-"""Calling the user's step outside of a loop, to learn from it."""
+"""Calls the user's step outside of a loop, to record it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_pp.strategy.step.refusals import check_loss
 def logging_to(
     module: pl.LightningModule, sink: Callable[[Any], None], note: Callable[[str], None] = lambda _: None
 ) -> AbstractContextManager[None]:
-    """Within, ``module.log`` only tells ``sink`` what it is given; no loop needs to be running.
+    """In the block, ``module.log`` only passes its arguments to ``sink``; no loop needs to run.
 
     Numbers become tensors as in Lightning's own, so that it can be seen how they grow with the batch.
 
@@ -66,7 +66,7 @@ def _check_loggable(name: str, value: Any) -> None:
 
 
 class _MutedLogger(DummyLogger):
-    """Writes nothing, and tells ``on_use`` when somebody wants it to."""
+    """Writes nothing, and calls ``on_use`` when code logs."""
 
     def __init__(self, on_use: Callable[[], None]) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _MutedLogger(DummyLogger):
 
 @contextmanager
 def loggers_muted(trainer: pl.Trainer | None, on_use: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Within, what a step hands to a logger itself, not by ``self.log``, goes nowhere: it may be made up.
+    """In the block, values that a step passes to a logger itself, not by ``self.log``, are dropped: they may be fake.
 
     Args:
         trainer: The trainer; None for none.
@@ -104,7 +104,7 @@ def loggers_muted(trainer: pl.Trainer | None, on_use: Callable[[], None] = lambd
 
 
 def collectives_refused(module: pl.LightningModule, step: str) -> AbstractContextManager[None]:
-    """Within, the step may call none of the strategy's collectives that has others to wait for."""
+    """In the block, the step may not call collectives of the strategy that wait for other ranks."""
     trainer = trainer_of(module)
     strategy = None if trainer is None else trainer.strategy
     return strategy.within_step(step) if isinstance(strategy, MeshStrategy) else nullcontext()
@@ -190,7 +190,7 @@ def recorded_step(
             _refuse_shared_writes(step, shared, batch)
             if isinstance(dry, DryRun):
                 edits_contents = _versions(given) != versions
-                _tell_what_hooks_see(module, step, places_written(given, own), edits_contents=edits_contents)
+                _warn_of_hooks(module, step, places_written(given, own), edits_contents=edits_contents)
                 if dry.line_of_edit and not edits_contents:
                     _warn_written_elsewhere(step, dry.line_of_edit)
         if trains:
@@ -213,8 +213,8 @@ def _warn_metrics_read(step: str, logged: Sequence[str]) -> None:
         return
     rank_zero_warn(
         f"{step} reads the trainer's metrics after it has logged, at {user_line()}. In a pipeline a step logs for one "
-        "microbatch, and the trainer gets the batch's values only after the step. Here it still has those of the batch "
-        "before. Use the value itself, or read metrics in a hook such as on_train_batch_end."
+        "microbatch, and the trainer gets the batch's values only after the step. Here the trainer still has the "
+        "values of the previous batch. Use the value itself, or read metrics in a hook such as on_train_batch_end."
     )
 
 
@@ -226,7 +226,7 @@ def _warn_written_elsewhere(step: str, line: str) -> None:
     rank_zero_warn(
         f"{step} writes in place, at {line}, into a tensor that is neither in its batch nor an attribute of the "
         "module. A pipeline runs this line once for each microbatch, and only on the last stage if it comes after all "
-        "units. So the tensor is another than on one device, unless the step overwrites it. Set a new tensor in its "
+        "units. So the tensor differs from that of one device, unless the step overwrites it. Set a new tensor in its "
         "place, or make it an attribute of the module."
     )
 
@@ -248,8 +248,8 @@ def _refuse_shared_writes(step: str, before: Mapping[str, Any], batch: Any) -> N
         )
 
 
-def _tell_what_hooks_see(module: pl.LightningModule, step: str, places: Sequence[str], *, edits_contents: bool) -> None:
-    """Warns of hooks that are given a batch after a step that writes into it: what it writes stays in the step."""
+def _warn_of_hooks(module: pl.LightningModule, step: str, places: Sequence[str], *, edits_contents: bool) -> None:
+    """Warns of hooks that get a batch after a step that writes into it: they do not see what it wrote."""
     hook = f"on_{step.replace('training', 'train').removesuffix('_step')}_batch_end"
     trainer = trainer_of(module)
     owners: list[Any] = [module, *(trainer.callbacks if trainer is not None else [])]  # type: ignore[attr-defined]

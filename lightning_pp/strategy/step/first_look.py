@@ -1,4 +1,4 @@
-"""A look at the first batch of a loader that leaves no trace in the data that are trained on.
+"""Reads the first batch of a loader without a trace in the training data.
 
 The model is cut by looking at one batch, before Lightning asks for any. One device reads nothing then. So the pass that
 the look begins is kept, with the batch that was read, and handed to whoever iterates the loader first: the samplers,
@@ -35,7 +35,7 @@ def watch(loader: DataLoader[Any], name: str, begin: Begin, *, innermost: bool =
 
 
 class _Watched(DataLoader[Any]):
-    """What becomes of the class of a loader whose passes are begun by others."""
+    """The class of a loader whose passes other code begins."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # a generator is an iterator, too
         iterate: _Iterate = super().__iter__
@@ -93,9 +93,9 @@ class FirstLook:
             self._batches = None
             return iterate()
         self._put(self._begun)
-        return self._hand_over(iterate)
+        return self._kept_batches(iterate)
 
-    def _hand_over(self, iterate: _Iterate) -> Iterator[Any]:
+    def _kept_batches(self, iterate: _Iterate) -> Iterator[Any]:
         """The kept batches, from when the first is asked for: where hooks have drawn since, samplers draw anew."""
         batches, self._batches = self._batches, None
         now = self._states()

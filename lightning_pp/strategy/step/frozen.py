@@ -1,4 +1,4 @@
-"""Parameters that are frozen and thawed while training runs: every stage has to know, for gradients cross stages."""
+"""Parameters that are frozen and unfrozen during training: every stage must know, since gradients cross stages."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class FrozenParameters:
         self._told = self._frozen()
         return self._told, frozenset(self._own.keys() - self._told)
 
-    def apply(self, told: Iterable[Frozen]) -> None:
-        """Has what stands for others' parameters be frozen, or not, as they have told."""
-        for frozen, trained in told:
+    def apply(self, states: Iterable[Frozen]) -> None:
+        """Freezes or unfreezes the fakes of other stages' parameters, as these stages have reported."""
+        for frozen, trained in states:
             for name in frozen & self._others.keys():
                 self._others[name].requires_grad_(False)
             for name in trained & self._others.keys():
@@ -54,8 +54,8 @@ class FrozenParameters:
         if changed:
             raise ConfigurationError(
                 f"requires_grad of {len(changed)} parameters ({', '.join(changed[:3])}) was changed before batch "
-                f"{batch_idx} of an epoch. The stages tell each other of such a change only in the first two batches "
-                "of an epoch, because gradients cross stages. Change it in on_train_epoch_start."
+                f"{batch_idx} of an epoch. Stages exchange such changes, which decide where gradients flow, only in "
+                "the first two batches of an epoch. Change it in on_train_epoch_start."
             )
 
     def _frozen(self) -> frozenset[str]:

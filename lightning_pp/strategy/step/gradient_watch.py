@@ -1,4 +1,4 @@
-"""Hooks that compute over the gradients of several units: a rank has those of its own stages only."""
+"""Finds hooks that compute over the gradients of several units: a rank has only those of its own stages."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _NUM_WATCHED = 2  # calls that look at gradients; one that reads numbers of seve
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _UNIT = "_pp_unit_of_gradient"
 _SEES = (
-    "A hook sees the gradients of its own stages only. For the norm of all use torch.nn.utils.clip_grad_norm_, "
-    "self.clip_gradients or lightning.pytorch.utilities.grad_norm, which are over all stages."
+    "A hook sees the gradients of its own stages only. For the norm over all stages use "
+    "torch.nn.utils.clip_grad_norm_, self.clip_gradients or lightning.pytorch.utilities.grad_norm."
 )
 
 
 @contextmanager
 def gradients_watched(module: pl.LightningModule, split: SplitModel, rank: int) -> Iterator[None]:
-    """Within, hooks of the module and of the user's callbacks may not compute over gradients of several units.
+    """In the block, hooks of the module and of the user's callbacks may not compute over gradients of several units.
 
     What Python makes of numbers (``.item()``) is not seen: to write into gradients after reading numbers of several
     units is an error, to read them a warning.
@@ -137,9 +137,9 @@ class _Watch(OperationsMode):  # type: ignore[no-untyped-call]
 
     def _text_about_write(self, writes: str) -> str:
         return (
-            f"{self._reading} Then it {writes}, which may not be what one device does. {_SEES} If each gradient goes "
-            "by a number of its own, read that right before writing into it. Read other numbers in another hook, such "
-            "as on_train_batch_end."
+            f"{self._reading} Then it {writes}, which may not be what one device does. {_SEES} If each gradient is "
+            "changed by a number of its own, read that number right before writing. Read other numbers in another "
+            "hook, such as on_train_batch_end."
         )
 
     @property

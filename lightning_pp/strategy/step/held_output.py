@@ -1,4 +1,4 @@
-"""What a run of the step prints and logs that is not the real one: nothing is seen of it, unless it fails."""
+"""Holds back what a trial run of the step prints and logs, unless the run fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class _HeldStream:
-    """Stands for ``sys.stdout`` or ``sys.stderr``, also for who keeps it longer than anything is held."""
+    """Stands for ``sys.stdout`` or ``sys.stderr``, also for code that keeps it for longer."""
 
     def __init__(self, stream: Any, takes: Callable[[Callable[[], Any]], bool]) -> None:
         self._stream, self._takes = stream, takes
@@ -36,7 +36,7 @@ class _HeldStream:
 
 @contextmanager
 def output_held() -> Iterator[None]:
-    """Within, nothing is seen of what this thread prints to ``sys.stdout`` and ``sys.stderr`` and logs by ``logging``.
+    """In the block, output of this thread to ``sys.stdout``, ``sys.stderr`` and ``logging`` is held back.
 
     It is dropped at the end, since a step that is run for real prints it; an exception that leaves the block lets it
     out. Warnings, other threads and code under a debugger are not held.

@@ -1,4 +1,4 @@
-"""What a loader draws from, as states that can be asked for and set again: host generators, and those of its own."""
+"""The generators of a loader, those of the host and its own, as states that can be read and set."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def set_own_draws(loader: Any, states: Sequence[Any]) -> None:
 
 
 def samplers_with_epochs(loader: Any) -> list[Any]:
-    """The samplers of ``loader`` that are told the number of the epoch."""
+    """The samplers of ``loader`` that have ``set_epoch``."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler)
     return list({id(each): each for each in samplers if callable(getattr(each, "set_epoch", None))}.values())
 
 
 def epochs_of(loader: Any) -> list[int]:
-    """The epochs that the samplers of ``loader`` were told last."""
+    """The last epochs of the samplers of ``loader``."""
     return [int(getattr(sampler, "epoch", 0)) for sampler in samplers_with_epochs(loader)]
 
 
 def _own_generators(loader: Any) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """How to ask for, and to set, the state of each."""
+    """Functions that read and set the state of each."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     holders = (loader, *samplers, getattr(loader, "dataset", None))

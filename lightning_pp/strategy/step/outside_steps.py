@@ -1,4 +1,4 @@
-"""Hooks and callbacks that compute with weights of other stages: they may look at shapes, and use no values."""
+"""Hooks and callbacks that compute with weights of other stages: they may use shapes, but no values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_pp.strategy.lightning.patching import replaced
 
 
 class OutsideSteps:
-    """What user code outside of steps may do with what it computes from weights of another stage.
+    """Limits user code outside of steps that computes from weights of another stage.
 
     A stage runs the user's step up to its last unit, so there fakes are followed by the values that others send. In a
     hook or a callback nobody sends anything: there a fake that is written into a tensor, back-propagated into a
@@ -35,7 +35,7 @@ class OutsideSteps:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within, but for :meth:`in_step`, using a value that this rank does not have raises.
+        """In the block, except in :meth:`in_step`, using a value that this rank does not have raises.
 
         Raises:
             LostEditError: It is written into a tensor with data, also as a gradient.
@@ -52,7 +52,7 @@ class OutsideSteps:
             yield
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Within, a step runs."""
+        """In the block, a step runs."""
         return self._mode.refusing_edits(False)
 
 

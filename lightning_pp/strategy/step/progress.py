@@ -1,4 +1,4 @@
-"""How far the training is, and whether a step asks for that: one that may do so is rehearsed when it has changed."""
+"""The progress of training, and whether a step reads it: such a step is rehearsed when progress has changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_LOGS = frozenset(("callback_metrics", "logged_metrics", "progress_bar_metric
 
 
 class Progress(NamedTuple):
-    """How far the training is.
+    """The progress of training.
 
     Attributes:
         batch_idx: The index of the batch.
@@ -46,7 +46,7 @@ def progress_of(trainer: pl.Trainer, batch_idx: int) -> Progress:
 
 
 class _WatchedTrainer:
-    """Stands for a trainer in all that is read or called, and tells ``on_read`` of each name that is read.
+    """Stands for a trainer in all reads and calls, and calls ``on_read`` with each name that is read.
 
     What is set (``trainer.should_stop``) stays here: a run that is not the real one may compute with made-up values.
     """
@@ -80,7 +80,7 @@ def trainer_watched(
     on_read: Callable[[], None] = lambda: None,
     on_metrics: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Within, ``on_read`` is called when the module, or one in it, asks its trainer for what changes in a run.
+    """In the block, ``on_read`` is called when the module, or a submodule, reads changing values of its trainer.
 
     ``on_metrics`` is called when it asks for what has been logged. What they set on the trainer is forgotten at the
     end.

@@ -1,4 +1,4 @@
-"""Tells once if a run's steps are recorded again and again, how long that takes, and what in the batch changes."""
+"""Warns once if a run's steps are recorded again and again: how long it takes, and what in the batch changes."""
 
 from __future__ import annotations
 

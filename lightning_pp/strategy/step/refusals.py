@@ -1,4 +1,4 @@
-"""What a pipeline cannot do, told before it starts: the culprit, and what to do instead."""
+"""Refusals before a pipeline starts: they name the cause, and what to do instead."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ def refuse_carried_state(module: pl.LightningModule, step: str, record: StepReco
         if num_microbatches > 1:
             raise ConfigurationError(
                 f"{step} of {type(module).__name__} leaves a tensor in {name}, and the next step uses it, at "
-                f"{carried.line}. A batch is cut into {num_microbatches} microbatches. Each would start from what the "
-                "whole batch before has left, not from its own rows. Set num_microbatches=1, which carries such state "
-                "from batch to batch as one device does, or start each step from a new state."
+                f"{carried.line}. A batch is cut into {num_microbatches} microbatches. Each would start from the state "
+                "of the whole previous batch, not from that of its own rows. Set num_microbatches=1, which carries "
+                "such state from batch to batch as one device does, or start each step from a new state."
             )
 
 
 def refuse_unrecorded(step: str, failure: Failure | None, options: PipelineOptions) -> None:
-    """Tells that ``step`` could not be run before training; raises where the cut cannot do without it.
+    """Warns that ``step`` could not be run before training; raises if the cut needs it.
 
     Args:
         step: The step's name.

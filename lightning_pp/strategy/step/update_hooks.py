@@ -1,4 +1,4 @@
-"""Hooks of the module that see parameters: those that write into them, as the update of a momentum encoder does."""
+"""Hooks of the module that write into parameters, as the update of a momentum encoder does."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class UpdateHooks:
             return updates_by(call, self._module, self._fake_parameters)
 
     def attached(self, groups: ControlGroups) -> AbstractContextManager[Any]:
-        """Within, these hooks see every parameter, in the order of one device; those of other stages are fakes.
+        """In the block, these hooks see every parameter, in the order of one device; those of other stages are fakes.
 
         What a hook logs when it is called for the first time in a training is compared over the stages, by one gather
         for each hook of a batch.

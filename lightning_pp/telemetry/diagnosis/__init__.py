@@ -1,1 +1,1 @@
-"""Findings: what holds a step up, what to change, and what that is simulated to save. Knows no Lightning."""
+"""Findings: what makes a step longer, what to change, and the simulated gain. Knows no Lightning."""

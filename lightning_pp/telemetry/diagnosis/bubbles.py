@@ -21,7 +21,7 @@ _WORTH_ITS_MEMORY = 0.5
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Something that might be done."""
+    """A possible change."""
 
     name: str
     model: StepModel

@@ -1,4 +1,4 @@
-"""From what was measured to the few findings that are worth telling."""
+"""Finds the few changes that are worth reporting, from measurements."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_pp.telemetry.diagnosis.waits import data_finding, link_finding
 from lightning_pp.telemetry.diagnosis.weights import weight_finding
 
 WORTH_TELLING = 0.03
-"""Of a step; less is within what measurements are known to."""
+"""Share of a step; smaller gains are within the accuracy of measurements."""
 MOST_FINDINGS = 5
 MOST_DIFFERENCE = 0.15
-"""Between the measured step and the one that is made of its measured parts; with more, no finding is told."""
+"""Between the measured step and the sum of its measured parts; above it, no finding is reported."""
 
 # those that name a cause come before those that name a cure
 _LOOK_FOR = (
@@ -31,7 +31,7 @@ _LOOK_FOR = (
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What some steps came to.
+    """The result of a diagnosis of some steps.
 
     Attributes:
         findings: What is worth changing, the biggest gain first.
@@ -68,8 +68,8 @@ class Diagnosis:
 def diagnose(evidence: Evidence, num_steps: int = 1) -> Diagnosis:
     """Looks for everything that may hold a step up.
 
-    Nothing is told if the simulator, given the measured parts of a step, does not arrive at the measured step: it could
-    not tell then what a change would bring. Of findings with the same override the one that names a cause is told.
+    Nothing is reported if the simulator, given a step's measured parts, does not arrive at the measured step: it could
+    not tell then what a change would bring. Of findings with the same override the one with a cause is reported.
 
     Args:
         evidence: What was measured.
@@ -78,11 +78,11 @@ def diagnose(evidence: Evidence, num_steps: int = 1) -> Diagnosis:
     diagnosis = Diagnosis([], num_steps, evidence.step_ms, evidence.model.step_ms)
     if not diagnosis.is_explained:
         return diagnosis
-    told: list[Finding] = []
+    reported: list[Finding] = []
     for look in _LOOK_FOR:
         finding = look(evidence)
         if finding is None or finding.gain_fraction < WORTH_TELLING:
             continue
-        if not finding.override or finding.override not in [other.override for other in told]:
-            told.append(finding)
-    return replace(diagnosis, findings=sorted(told, key=lambda finding: -finding.gain_ms)[:MOST_FINDINGS])
+        if not finding.override or finding.override not in [other.override for other in reported]:
+            reported.append(finding)
+    return replace(diagnosis, findings=sorted(reported, key=lambda finding: -finding.gain_ms)[:MOST_FINDINGS])

@@ -1,4 +1,4 @@
-"""What was measured of some steps of one schedule, and what is known of the plan: all that findings are made from."""
+"""The inputs of findings: measurements of some steps of one schedule, and facts of the plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ProductWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What is known of the plan.
+    """Facts of the plan.
 
     Attributes:
         stages: For each stage, the units that the step calls, in call order.

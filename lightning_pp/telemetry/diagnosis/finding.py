@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """What holds a step up, what to change, and what the change is simulated to save.
+    """What makes a step longer, what to change, and the simulated gain.
 
     Attributes:
         cause: One word for it: ``cuts``, ``slow_rank``, ``slow_link``, ``data``, ``microbatches``, ``schedule`` or

@@ -42,7 +42,7 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class StepModel:
-    """What a step is made of. Every rank begins its next step when it has done what lies between; there is no barrier.
+    """The parts of a step. Every rank begins its next step after the work between steps; there is no barrier.
 
     Gathers and reductions are in the times of the actions, as far as these wait for them.
 

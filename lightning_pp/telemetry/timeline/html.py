@@ -1,4 +1,4 @@
-"""A step as one page to zoom into: planned beside measured. It holds everything that it shows, and asks for nothing."""
+"""A step as one page to zoom into: planned beside measured. It contains all its data, and needs no network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step to look at: what it took, beside what its program should have taken."""
+"""A step to look at: measured, beside its planned program."""
 
 from __future__ import annotations
 

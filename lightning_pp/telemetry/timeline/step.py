@@ -24,7 +24,7 @@ NAMES_OF_KINDS = {
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every rank did what in one step.
+    """The times of all actions of all ranks in one step.
 
     Attributes:
         schedule: The programs that were run.
@@ -58,7 +58,7 @@ class Timeline:
 
     @classmethod
     def simulated(cls, schedule: Schedule, costs: StageCosts, unit: str = "ms") -> Timeline:
-        """What a step would look like under ``costs``."""
+        """The timeline of a step simulated with ``costs``."""
         ranks, sharding = [], []
         for timeline in schedule.simulate(costs).timeline:
             times: list[ActionTimes] = []

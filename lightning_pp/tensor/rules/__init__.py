@@ -1,4 +1,4 @@
-"""What becomes of functions of torch whose arguments are cut, a rule for each, by the function's name."""
+"""Rules for functions of torch with cut arguments, one for each function, by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that take tensors apart, join and reshape them, with the sizes of whole tensors."""
+"""Functions that split, join and reshape tensors, with the sizes of whole tensors."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def run_two_epochs(numbers: list[int]) -> None:
 def test_replicas_whose_streams_end_apart(pool: WorkerPool) -> None:
     """One begins an epoch where the other is within one, and what they tell each other there can meet."""
     told = (
-        r"Replicas are at different points of the run: replica 0 tells the first batch of an epoch, and replica 1 tells"
+        r"Replicas are at different points of the run: replica 0 reports the first batch of an epoch, replica 1 reports"
     )
     report = pool.run(run_two_epochs, [2, 4], world_size=4, timeout=150.0, expect_failure=True)
     for rank, failure in enumerate(report.failures):

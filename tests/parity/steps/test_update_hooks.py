@@ -406,4 +406,4 @@ def test_a_zip_of_parameters_is_not_one_of_a_stage(pool: WorkerPool, kind: type[
     """A rank has some of each list, so pairs would be others than on one device."""
     told = pool.refusals(None, train, kind, Layout("1f1b", 2, 1, 2), world_size=2, timeout=60)
     assert any(where in text and "computes from parameters of another stage" in text for text in told), told
-    assert any("on_train_batch_end of the module, before what only a step leaves" in text for text in told), told
+    assert any("on_train_batch_end of the module, before that hook reads anything" in text for text in told), told

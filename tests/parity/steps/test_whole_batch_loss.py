@@ -316,7 +316,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (NoiseAtTheEnd, "uses random numbers that were drawn before the last unit"),
     (CenteredBatch, "The unit 'embed' .* gets other values from the whole batch"),
-    (RowsInOneUnit, "output of the unit 'embed' .* has shape .* these shapes do not show which one that is"),
+    (RowsInOneUnit, "output of the unit 'embed' .* has shape .* these shapes do not show which dimension that is"),
     (HookOnFeatures, "puts a hook on the gradient of a tensor that is made before the end of the last unit"),
     (FailsAtTheEnd, "the end of the second step"),
 ]

@@ -155,7 +155,7 @@ class FailsOnOneRank(Blocks):
         return self.loss(batch) * (1.0 if self.trainer.is_global_zero else self.never_set)
 
 
-ADVICE = r"Set in __init__ or setup\(\) what the step needs"
+ADVICE = r"Set what the step needs in __init__ or setup\(\)"
 ERRORS = [
     (UsesWeightsOfAnother, {}, rf"blocks.0.weight.*\n.*AttributeError at .*of_fit.*{ADVICE}"),
     (RunsBackwards, {}, rf"blocks\.\d.*\n.*AttributeError at .*of_fit.*{ADVICE}"),

@@ -84,8 +84,8 @@ def weights_without() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("hook", "use", "error", "said"),
     [
-        ("on_before_optimizer_step", backward, "LostEditError", "training_step|Compute in the step"),
-        ("on_before_zero_grad", backward, "LostEditError", "Compute in the step"),
+        ("on_before_optimizer_step", backward, "LostEditError", "training_step|Compute values to log"),
+        ("on_before_zero_grad", backward, "LostEditError", "Compute values to log"),
         ("on_train_batch_end", log, "NeedsDataError", r"self\.log\('seen'\).*Compute it in training_step"),
         ("on_after_backward", read, "NeedsDataError", "Outside a step a rank has only the weights of its own stages"),
         ("on_before_backward", write, "LostEditError", r"a tensor of shape \(2,\)"),

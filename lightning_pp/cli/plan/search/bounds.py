@@ -1,4 +1,4 @@
-"""What a plan takes and holds at the least, known before the model is cut: it leaves out what is not worth a cut."""
+"""Lower bounds for a plan's time and memory, without a cut: they leave out plans that are not worth one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, eq=False)  # each is a key of its own
 class Blocks:
-    """What can be on one stage or another: units that may be cut between, each by itself.
+    """Blocks of units; cuts are allowed between blocks.
 
     Attributes:
         milliseconds: Of F, of I and of W of one microbatch. Shape (3, n).
@@ -148,7 +148,7 @@ class Blocks:
 
 
 class _Untouched:
-    """In the place of costs: who looks at them is found out."""
+    """Stands for costs, and raises an error if code reads them."""
 
     def __getattribute__(self, name: str) -> Any:
         raise _LooksAtCostsError

@@ -39,13 +39,13 @@ from lightning_pp.strategy.plan_only import FirstStep
 
 NUM_BEST = 10
 _WORTH_TELLING = 1.5
-"""Plans with a step that is longer than the best by more than half are none of the best, though there be few."""
+"""Plans with a step longer than this times the best are not listed, even if the list stays short."""
 _FITTED, _FIXED = 1.25, 1.15
-"""What an order fitted to the costs, and one that is not, may gain over its pattern on equal stages, at the most."""
+"""The largest gain over the pattern on equal stages, of an order fitted to the costs and of one that is not."""
 _UNEVEN = 1.15
-"""As much less the fullest rank may hold than with equal stages."""
+"""The fullest rank may hold this factor less than with equal stages."""
 _FEW_ACTIONS = 1000
-"""So few are fitted in no time, and may gain more."""
+"""Programs of fewer actions are fitted at once, and may gain more."""
 _IMPOSSIBLE = (ConfigurationError, SplitError, ScheduleError)
 
 
@@ -73,7 +73,7 @@ class FoundPlan:
 
 @dataclass
 class SearchResult:
-    """What came out.
+    """The result of a search.
 
     Attributes:
         best: The best plan of each of the best layouts, the shortest step first: at most :data:`NUM_BEST`, and none
@@ -148,7 +148,7 @@ class PlanSearch:
         """Looks at all plans.
 
         Args:
-            tell: Is told what is being done.
+            tell: Called with what is being done.
 
         Raises:
             ConfigurationError, SplitError: The step cannot be looked at.
@@ -341,7 +341,7 @@ class PlanSearch:
         return self._step.cutter(options, sizes, microbatches, recordings, refines=False)
 
     def options_of(self, layout: Layout, choice: ShardingChoice) -> PipelineOptions:
-        """What the strategy is told of a plan."""
+        """The strategy's options for a plan."""
         options = self._options
         source = schedule_source(
             layout.schedule, layout.stages_per_rank_asked, whole_batch_loss=options.schedule.whole_batch_loss

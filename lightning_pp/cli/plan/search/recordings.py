@@ -1,4 +1,4 @@
-"""Dry runs that many plans have in common: one for each size of microbatches, as a rule."""
+"""Dry runs that many plans share: usually one for each size of microbatches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_pp.strategy.plan_only import FirstStep
 
 
 class Recordings:
-    """The step on one microbatch as a dry run sees it, for any number of stages.
+    """The recorded step on one microbatch, for any number of stages.
 
     With more stages there may have to be more units, and a head may be cut; else the recording is the same.
 
@@ -56,7 +56,7 @@ class Recordings:
             SplitError: The step cannot be cut.
         """
         if num_stages > (number := self._num_units(num_stages)):
-            raise ConfigurationError(f"{num_stages} stages need as many units, but there are {number}")
+            raise ConfigurationError(f"{num_stages} stages need as many units, but the step has {number}")
         made = self._for_stages[num_stages]
         if self._options.activation_checkpointing is not False:
             return made

@@ -1,4 +1,4 @@
-"""What a search prints: how many plans there were, the best in a table, and how each is written."""
+"""The output of a search: the number of plans, a table of the best, and the words that select each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUM_REASONS = 3
 
 @dataclass
 class Search:
-    """All that there is to tell.
+    """Everything that is printed of a search.
 
     Attributes:
         config: What is configured.

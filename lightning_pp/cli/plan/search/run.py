@@ -1,4 +1,4 @@
-"""One search from a config: what there is to choose from, the search, and its report."""
+"""One search from a config: its space of plans, the search, and its report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from lightning_pp.cli.before_launch import trainer_options
 from lightning_pp.cli.plan.costs import Costs
-from lightning_pp.cli.plan.run import Request, build_without_memory, request_of, told
+from lightning_pp.cli.plan.run import Request, build_without_memory, progress_line, request_of
 from lightning_pp.cli.plan.schedules import known_schedules
 from lightning_pp.cli.plan.search.plans import PlanSearch
 from lightning_pp.cli.plan.search.report import Search, nothing_fits, print_search
@@ -63,7 +63,7 @@ def search_plans(config: DictConfig, console: Console | None = None) -> Search:
         )
     key = config.batch_size_key if OmegaConf.select(config, config.batch_size_key) is not None else None
     num_replicas = _num_replicas(config, request.num_devices, key)
-    with told("building data and model") as tell:
+    with progress_line("building data and model") as tell:
         search = _searched(config, request, key, num_replicas, tell)
     search.seconds = time.monotonic() - began
     if not search.result.best:

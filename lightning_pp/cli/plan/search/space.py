@@ -18,16 +18,16 @@ from lightning_pp.schedule.simulation.costs import UNIT_COSTS
 from lightning_pp.schedule.simulation.memory import peaks_of
 
 _MORE_STAGES_PER_RANK = (2, 4)
-"""Tried besides what is usual for a family, if it is twice that and the family allows it."""
+"""Tried besides a family's usual number, if twice as large and allowed by the family."""
 _MOST_MICROBATCHES_PER_RANK = 8
-"""The bubble is small by then; microbatches of one sample, which hold least, are tried in any case."""
+"""The bubble is small then. Microbatches of one sample, which hold least memory, are always tried."""
 MODEL_CHECKPOINTS = "model.activation_checkpointing"
-"""The packaged models' own switch, in whose place a search has the strategy's."""
+"""The packaged models' own switch, which a search replaces by the strategy's."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What decides where a model is cut, and what a step takes on one replica.
+    """The sizes and the schedule on which a cut, and the time of a step on one replica, depend.
 
     Attributes:
         num_ranks: Ranks of the pipeline.
@@ -69,7 +69,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ShardingChoice:
-    """What data-parallel ranks share.
+    """What data-parallel ranks shard.
 
     Attributes:
         mode: The strategy's ``sharding``.
@@ -82,7 +82,7 @@ class ShardingChoice:
 
 @dataclass(frozen=True)
 class Space:
-    """What there is to choose from.
+    """The choices of a search.
 
     Attributes:
         num_devices: Devices in all.

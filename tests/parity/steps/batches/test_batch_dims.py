@@ -164,7 +164,7 @@ def ids_alone(batch: Any, number: int) -> list[BatchPart]:
 
 def test_how_a_function_of_the_user_cuts_is_not_told(pool: WorkerPool) -> None:
     told = failure(pool, (4,), split_batch=ids_alone)
-    assert "since the step raised RuntimeError" in told and "along dimension 0" not in told
+    assert "The step raised RuntimeError" in told and "along dimension 0" not in told
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_what_does_not_fit_the_batch_is_an_error(pool: WorkerPool, batch_dim: di
 
 
 def test_options_that_cannot_be() -> None:
-    with pytest.raises(ConfigurationError, match=r"batch_dim=\{'x': '1'\} must be a dict of paths with the number"):
+    with pytest.raises(ConfigurationError, match=r"batch_dim=\{'x': '1'\} must be a dict from paths of tensors"):
         PipelineParallelStrategy(2, batch_dim={"x": "1"})  # type: ignore[dict-item]
     with pytest.raises(ConfigurationError, match=r"split_batch= cuts the whole batch, so batch_dim= has no effect"):
         PipelineParallelStrategy(2, batch_dim={"x": 1}, split_batch=lambda batch, number: [batch])

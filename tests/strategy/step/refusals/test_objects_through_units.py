@@ -48,5 +48,5 @@ def train() -> None:
 def test_the_size_of_a_tensor_in_an_object_is_not_said_to_be_that_of_the_inputs(pool: WorkerPool) -> None:
     told = pool.refusals(None, train, world_size=2, timeout=60)
     for message in told:
-        assert "Foreseen by the sizes of its tensor inputs was (2, 8)" in message, message
+        assert "By the sizes of the unit's inputs it should have (2, 8)" in message, message
         assert "Return it from the unit." in message and "on inputs of the same shapes" not in message

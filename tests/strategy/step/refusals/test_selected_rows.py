@@ -181,7 +181,7 @@ def test_a_number_that_is_0_beside_the_loss_is_no_reason(pool: WorkerPool) -> No
 
 def test_a_choice_of_units_by_any_of_the_batch_is_told_as_that(pool: WorkerPool) -> None:
     told = refusal(pool, BranchesBeforeAUnit, layout=SINGLE)
-    assert "any() over samples is the whole batch's while the step runs, but not when it is recorded" in told
+    assert "any() over samples inside a unit: these cover the whole batch while the step runs" in told
 
 
 @pytest.mark.parametrize("kind", [ReducesTheFirst, ReducesTheFirstBeforeAUnit])
