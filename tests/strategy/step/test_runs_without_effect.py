@@ -148,7 +148,7 @@ def test_metrics_read_after_logging_are_told(pool: WorkerPool, kind: str) -> Non
     told = [text for text in first["warned"] if "reads the trainer's metrics after it has logged" in text]
     assert first["error"] is None and last["read"] == [None, 0.0]
     assert len(told) == (kind == "reads_metrics_after")
-    assert all("test_runs_without_effect.py" in text and "the batch before" in text for text in told)
+    assert all("test_runs_without_effect.py" in text and "the previous batch" in text for text in told)
 
 
 class CountsOnItsClass(Classifier):
