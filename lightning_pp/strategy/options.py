@@ -112,8 +112,9 @@ class StrategyOptions(MeshStrategy):
             rank then runs all forwards first and holds all microbatches; ``lightning-pp-plan`` shows the cost. By
             default that code runs once for each microbatch.
         check_first_batches: Run a part of the first batches both in one piece and in two, forward only, and compare.
-            The first two batches of a fit and the first of validation are checked. A difference in loss, logged values,
-            outputs or changed attributes ends the run; the error says where samples are coupled.
+            The first two batches of a fit are checked, the first of validation, test and prediction, and later ones in
+            which the step takes a new branch. A difference in loss or changed attributes ends a fit, others are warned
+            of; the text says where samples are coupled.
         auxiliary_losses: Reaction to an auxiliary loss that is made of all samples together, such as the balance loss
             of a mixture of experts. ``"error"``: the check of the first batches ends the run. ``"per_microbatch"``:
             each microbatch computes its own, as under gradient accumulation, and they are averaged with the numbers of

@@ -27,7 +27,7 @@ from lightning_pp.strategy.parameters.precision import step_dtypes
 from lightning_pp.strategy.step.dry_steps import loggers_muted
 from lightning_pp.strategy.step.progress import trainer_watched
 
-NUM_CHECKED = {"training_step": 2, "validation_step": 1}
+NUM_CHECKED = {"training_step": 2, "validation_step": 1, "test_step": 1, "predict_step": 1}
 """Batches of a run of the trainer that are checked, by step."""
 
 

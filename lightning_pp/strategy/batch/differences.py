@@ -241,10 +241,11 @@ def text_about_attributes(differences: Sequence[Difference], line: str) -> str:
     )
 
 
-def text_about(difference: Difference, found: Found, sizes: Sequence[int], line: str) -> str:
+def text_about(step: str, difference: Difference, found: Found, sizes: Sequence[int], line: str) -> str:
     """The error text about a difference.
 
     Args:
+        step: Name of the step.
         difference: What differs.
         found: Why.
         sizes: Samples of the parts.
@@ -268,15 +269,18 @@ def text_about(difference: Difference, found: Found, sizes: Sequence[int], line:
             "on_train_batch_end, or set num_microbatches=1."
         )
     else:
-        reason = _reason(difference, found.culprit)
+        reason = _reason(difference, found.culprit, _AS_ONE_BATCH if step == "predict_step" else _WHOLE_BATCH)
     return f"{difference_text} {reason} {_TURN_OFF}"
 
 
-def _reason(difference: Difference, culprit: Culprit | None) -> str:
-    whole_batch = (
-        "whole_batch_loss=True on the strategy runs the code after the last unit once on the whole batch. It costs "
-        "memory and bubble: lightning-pp-plan shows how much."
-    )
+_WHOLE_BATCH = (
+    "whole_batch_loss=True on the strategy runs the code after the last unit once on the whole batch. It costs memory "
+    "and bubble: lightning-pp-plan shows how much."
+)
+_AS_ONE_BATCH = "num_microbatches=1 on the strategy predicts each batch in one piece."
+
+
+def _reason(difference: Difference, culprit: Culprit | None, whole_batch: str) -> str:
     if culprit is not None and culprit.unit is not None:
         return (
             f"The samples are coupled in the unit {culprit.unit!r}: its result for a sample depends on the other "

@@ -147,7 +147,7 @@ class PartCheck:
                 )
             self.reported |= newly_found
             return
-        text = text_about(shown[0], found, sizes, where)
+        text = text_about(self.step, shown[0], found, sizes, where)
         if ends_run:
             raise SplitError(text)
         others = ", ".join(difference.what for difference in shown[1:])

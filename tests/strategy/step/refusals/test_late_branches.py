@@ -1,7 +1,8 @@
-"""A branch that a step takes for the first time after the checked batches is checked before it trains."""
+"""What is checked besides the first batches of a fit: branches that come late, tests and predictions."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,10 +21,13 @@ NUM_BATCHES, LATE, BATCH_SIZE, RARE = 6, 4, 8, 3
 class Late(Blocks):
     """Does something else from a batch on, or for samples that come late."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        h, labels = batch
+    def forward(self, h: Tensor) -> Tensor:
         for block in self.blocks:
             h = h + torch.tanh(block(h))
+        return h
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h, labels = self(batch[0]), batch[1]
         return self.loss(h, nn.functional.cross_entropy(h, labels, reduction="none"), labels == RARE)
 
     def loss(self, h: Tensor, losses: Tensor, are_rare: Tensor) -> Tensor:
@@ -118,3 +122,29 @@ def test_trains_as_on_one_device_where_it_adds_up(pool: WorkerPool, kind: type[L
     expected, _ = pool.run(train, kind, None, world_size=1, timeout=60)[0]
     for losses, error in pool.run(train, kind, layout, world_size=layout.world_size, timeout=120):
         assert error == "" and losses == pytest.approx(expected, rel=1e-9)
+
+
+class Evaluates(Late):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("spread", self(batch[0]).var(0).sum())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h: Tensor = self(batch[0])
+        return h - h.mean(0)
+
+
+def evaluate(layout: Layout) -> list[str]:
+    """In a worker: what is warned of in a test and in a prediction."""
+    run = trainer(layout.world_size, layout.strategy(), precision="64-true")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.test(Evaluates(), loader(), verbose=False)
+        run.predict(Evaluates(), loader())
+    return [str(each.message) for each in caught if "depends on how the batch is cut" in str(each.message)]
+
+
+def test_a_test_and_a_prediction_are_checked(pool: WorkerPool) -> None:
+    tested, predicted = pool.run(evaluate, Layout("1f1b", 2, num_microbatches=4), world_size=2, timeout=60)[0]
+    assert tested.startswith("The value that test_step logs as 'spread'") and "by `var`" in tested, tested
+    assert predicted.startswith("A value that predict_step returns") and "by `sub`" in predicted, predicted
+    assert "num_microbatches=1" in predicted and "whole_batch_loss" not in predicted, predicted
