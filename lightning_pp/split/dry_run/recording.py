@@ -267,7 +267,7 @@ class DryRun:
             found = (self._flow.sources_of(tensor) for tensor in tensors_of((args, kwargs)))
             sources = frozenset(map(Parameter, self._own_parameters[unit])).union(*found)
             logits = self._heads.called(unit, args, kwargs, sources, in_region=self._regions.running is not None)
-            pass_on_selected((args, kwargs), logits)
+            pass_on_selected(tensors_of((args, kwargs)), logits)
             return logits
         _check_may_be_called(unit, args, kwargs)
         self._num_repeated = self._num_repeated + 1 if unit in self._called else 0
@@ -294,7 +294,7 @@ class DryRun:
             self._make_up_the_end()
         self._start_inter_unit(call.index)
         self.operations.note_call(call, marked)
-        pass_on_selected(given, marked)
+        pass_on_selected(tensors_of(given), marked)
         return marked
 
     def _begun_call(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitCall:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.dry_run.gradient_flow import values_reached
 from lightning_pp.split.fakes.fake_mode import MadeUpData
 from lightning_pp.split.fakes.parameters import is_fake
@@ -161,7 +162,7 @@ class _StandIns:
         record = self._record
         if unit == record.split_head:
             logits = deferred(parts_in(self._units)[unit], args, kwargs)
-            pass_on_selected((args, kwargs), logits)
+            pass_on_selected(tensors_of((args, kwargs)), logits)
             return logits
         call = record.calls[self.num_calls] if self.num_calls < len(record.calls) else None
         if call is not None:
@@ -193,7 +194,7 @@ class _StandIns:
             self._seed_inter_unit(call.index)
         if self._operations is not None:
             self._operations.note_call(call, output)
-        pass_on_selected((args, kwargs), output)
+        pass_on_selected(tensors_of((args, kwargs)), output)
         return output
 
 

@@ -20,7 +20,7 @@ def _folders(*packages: str) -> tuple[str, ...]:
 
 
 _NOT_THE_USERS = (*SKIPPED, *_folders("lightning", "lightning_utilities", "pytorch_lightning"))
-_METRICS = _folders("torchmetrics")
+_METRICS, _TORCH = _folders("torchmetrics"), _folders("torch")
 
 
 class Places:
@@ -42,6 +42,17 @@ class Places:
         occurrence = self._occurrences.get(site, 0)
         self._occurrences[site] = occurrence + 1
         return Place(site, occurrence), frame
+
+
+def is_called_by_user() -> bool:
+    """Whether the running function is called by the user's code, through torch and function modes at most."""
+    frame = inspect.currentframe()
+    frame = None if frame is None else frame.f_back
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith(_TORCH)
+    ):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
 
 
 def _position(frame: FrameType) -> tuple[int | None, ...]:

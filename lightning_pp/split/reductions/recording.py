@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.record.reduction import Kind, Place, Reduction
 from lightning_pp.split.record.source_lines import line_text
 from lightning_pp.split.reductions.functions import LossCall, kind_of
-from lightning_pp.split.reductions.places import Places
+from lightning_pp.split.reductions.places import Places, is_called_by_user
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
 
 _NOTED = (
@@ -62,7 +62,7 @@ class ReductionRecorder(OutsideUnits):
         super().__init__()
         self._depends_on_units = depends_on_units
         self.reductions: list[Reduction] = []
-        self.makes_integers = self.asks_for_rows = False
+        self.makes_integers = self.asks_for_rows = self._has_marked = False
         self._depends_on_weights = depends_on_weights
         self._places = Places()
         self._earlier: dict[Place, Reduction] = {}
@@ -82,7 +82,9 @@ class ReductionRecorder(OutsideUnits):
             return func(*args, **kwargs)
         is_noted = kind_of(func) in _NOTED
         self.makes_integers |= func.__name__ in INTEGERS
-        self.asks_for_rows |= (func.__name__ in _SIZES or func == _SHAPE) and hasattr(args[0], _SELECTED)
+        if (func.__name__ in _SIZES or func == _SHAPE) and hasattr(args[0], _SELECTED):
+            # Lightning asks for the size of a logged number
+            self.asks_for_rows |= args[0].dim() > 0 and is_called_by_user()
         called = self._places.next(func.__name__) if is_noted else None
         result = func(*args, **kwargs)
         if called is not None:
@@ -92,16 +94,18 @@ class ReductionRecorder(OutsideUnits):
 
     def _mark(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Marks ``result`` if ``func`` selects rows by values, or by a number that Python may have of the batch."""
-        pass_on_selected((args, kwargs), result)
+        if self._has_marked:
+            pass_on_selected(tensors_given(args, kwargs), result)
         indices: Any = ()
         if func.__name__ == "__getitem__":
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
         if func.__name__ in _SELECTING or any(isinstance(i, Tensor) and i.dtype is torch.bool for i in indices):
+            self._has_marked = True
             _set(_SELECTED, result)
         elif indices and isinstance(indices[0], slice) and indices[0] != slice(None):
             if self._depends_on_weights(args[0]) and not self._depends_on_units(args[0]):
                 return  # of weights alone
-            stop = indices[0].stop
+            self._has_marked, stop = True, indices[0].stop
             if self.makes_integers:
                 _set(_COUNTED, result)
             if type(stop) is int and stop > len(args[0]):
@@ -154,9 +158,9 @@ def shapes_of(result: Any) -> Any:
     return tuple(result.shape) if isinstance(result, Tensor) else None
 
 
-def pass_on_selected(given: Any, result: Any) -> None:
+def pass_on_selected(given: Iterable[Tensor], result: Any) -> None:
     """Marks what a unit or a function made of some rows, as these rows are."""
-    tensors = tensors_of(given)
+    tensors = list(given)
     for mark in (_SELECTED, _COUNTED, _FIRST):
         value = next((getattr(tensor, mark) for tensor in tensors if hasattr(tensor, mark)), None)
         if value is not None:
