@@ -126,9 +126,9 @@ class Comparison:
         return float(apart.max()) / size, tuple(int(index) for index in where)
 
 
-def tolerance_of(dtype: torch.dtype | None) -> float:
+def tolerance_of(dtype: object) -> float:
     """The relative difference that counts as equal."""
-    if dtype is None or not dtype.is_floating_point:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:  # numbers of NumPy have dtypes of their own
         return TOLERANCES[torch.float64]
     return TOLERANCES.get(dtype, _COARSEST)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from pool import WorkerPool
 from small_models import Stack
+from torch import nn
 from torch.utils.data import DataLoader
 from trained_parts import largest_difference, loader, make_trainer, together, weights
 
@@ -166,3 +167,38 @@ def test_other_states_that_cannot_be_pickled(pool: WorkerPool, tmp_path: Path, s
     for _, loaded in results:
         assert loaded["data"] is None and loaded["callbacks"] == [None, {"state": 5}]
         assert loaded["rate"] == pytest.approx(0.05 * 0.9**8)  # of four batches before, and four after
+
+
+class Holding(Stack):
+    """Its hyper-parameters have the module that it trains, as ``save_hyperparameters()`` keeps an argument."""
+
+    def __init__(self, blocks: nn.Module, rate: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.blocks = blocks
+
+
+def fit_holding(folder: Path, sharded: bool) -> list[str]:
+    trainer = make_trainer((2, 1), folder, {"save_distributed_checkpoint": sharded}, max_epochs=1)
+    module = Holding(Stack().blocks).double()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        trainer.fit(module, loader())
+        trainer.save_checkpoint(folder / "holding.ckpt")
+    return [str(each.message) for each in caught if "The checkpoint is saved without" in str(each.message)]
+
+
+@BOTH
+def test_modules_among_hyper_parameters(pool: WorkerPool, tmp_path: Path, sharded: bool) -> None:
+    assert pool.run(fit_holding, tmp_path, sharded) == [[], []]
+    content = read_alone(tmp_path / "holding.ckpt", weights_only=False)
+    kept = content["hyper_parameters"]
+    assert kept["rate"] == 0.1
+    again = Holding(kept["blocks"]).double()
+    again.load_state_dict(content["state_dict"])
+    assert {name: each.shape for name, each in again.named_parameters()} == {
+        name: each.shape for name, each in Holding(Stack().blocks).named_parameters()
+    }
+    if not sharded:
+        loaded = Holding.load_from_checkpoint(tmp_path / "holding.ckpt", weights_only=False)
+        assert loaded.hparams["rate"] == 0.1

@@ -17,6 +17,7 @@ from verified_modules import (
     Net,
     Normalised,
     NotesProcesses,
+    NumPyRate,
     ReadsWorldSize,
     Sampling,
     UsesLogger,
@@ -61,6 +62,12 @@ def test_the_first_difference_is_told_with_both_numbers() -> None:
     told = r"DIFFERENT, first in training, batch_idx=2: loss loss: [\d.]+ on one device, [\d.]+ in the pipeline"
     assert re.search(told, str(result)), str(result)
     assert "No cause is known" in str(result)
+
+
+def test_numbers_of_numpy_are_compared() -> None:
+    result = lightning_pp.verify(NumPyRate, Data, make_strategy, steps=1)
+    rate = next(each for each in result.differences if each.kind == "learning rate")
+    assert (float(rate.expected), float(rate.found)) == (0.01, 0.02), str(result)
 
 
 def test_draws_in_validation_are_told_as_a_cause() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -62,6 +63,13 @@ class Sampling(Net):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         found = self(batch[0])
         self.log("val_loss", nn.functional.mse_loss(found + torch.randn_like(found), batch[1]))
+
+
+class NumPyRate(Net):
+    """Its learning rate is a number of NumPy, another than on one device."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), np.float64(0.01 * self.trainer.world_size))
 
 
 class UsesLogger(Net):

@@ -622,7 +622,7 @@ class DryRun:
             f"{', '.join(lines[:3]) or 'The step'} reads a value that depends on "
             f"weights{f' ({chr(44).join(made_by)})' if made_by else ''}, and the unit {following!r} is called after "
             "it. The stages without the value cannot know what the step does next. Move the read into a unit or after "
-            "the last unit (self.log needs no .item()), or make the branch depend on the batch only."
+            "the last unit (self.log needs no .item()), branch by the batch only, or name what reads in units=."
         )
 
     def _note_computing_fake(self, fake: nn.Parameter, name: str) -> None:

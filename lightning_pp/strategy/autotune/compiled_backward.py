@@ -24,7 +24,12 @@ def log_uncompiled(groups: ControlGroups, units: CompiledUnits, *, splits_backwa
     parts = groups.gather_in_pipeline((units.kept_in_backward(), units.uncompiled()))
     names = list(dict.fromkeys(name for kept, _ in parts for name in kept))
     if names and splits_backward:
-        rank_zero_info(_text(names))
+        rank_zero_info(
+            f"compile: the gradients of {len(names)} weights are computed in I and cannot fill bubbles: "
+            f"{enumerate_names(names, 8)}. A weight's gradient can wait for W if a matrix product or a convolution "
+            "uses the weight as it is. That must be outside checkpointed code of the unit, and compile= must compile "
+            "the unit, not your own code."
+        )
     if uncompiled := {name: reason for _, reasons in parts for name, reason in reasons.items()}:
         rank_zero_info(
             f"compile: {len(uncompiled)} units with parts of matrices run uncompiled: "
@@ -39,12 +44,3 @@ def compiled_units(split: SplitModel, rank: int, options: Mapping[str, Any] | No
     if all(map(is_one_operation, split.units.values())):
         rank_zero_warn(NOTHING_TO_COMPILE)
     return CompiledUnits(split.units_of(rank), options)
-
-
-def _text(names: list[str]) -> str:
-    return (
-        f"compile: the gradients of {len(names)} weights are computed in I and cannot fill bubbles: "
-        f"{enumerate_names(names, 8)}. A weight's gradient can wait for W if a matrix product or a convolution uses "
-        "the weight as it is. That must be outside checkpointed code of the unit, and compile= must compile the unit, "
-        "not your own code."
-    )

@@ -47,7 +47,7 @@ class DataPosition:
         self._current: list[Any] | None = None
         self._ignored: Any = None
 
-    def follow(self, loader: object) -> object:
+    def follow(self, loader: Any) -> object:
         """Wraps a training loader so that its position is known, and resumed if a checkpoint was loaded.
 
         Raises:
@@ -56,7 +56,8 @@ class DataPosition:
         if not self.is_iterated:
             return loader
         if _can_be_followed(loader):
-            _follow(loader, self)
+            one = vars(loader)[_FOLLOWED] = _Pass(loader, self)
+            watch(loader, "position", one.begin_if_training)
         if self._resumed is None:
             return loader
         states = self._resumed["loaders"]
@@ -255,11 +256,6 @@ class _Rest(Sequence[Any]):
     def __iter__(self) -> Iterator[Any]:
         start, self._start = self._start, 0
         return (self._batches[index] for index in range(start % max(1, len(self)), len(self)))
-
-
-def _follow(loader: Any, position: DataPosition) -> None:
-    one = vars(loader)[_FOLLOWED] = _Pass(loader, position)
-    watch(loader, "position", one.begin_if_training)
 
 
 def _has_state(loader: object) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import nn
 
 from lightning_pp.errors import CheckpointError
 from lightning_pp.strategy.checkpoints.callback_states import fingerprints_of, give_back, states_of_ranks
@@ -33,8 +34,12 @@ def own_run_state(checkpoint: dict[str, Any], engine: PipelineEngine, data: Data
     Raises:
         CheckpointError: On all ranks: a weight is not finite, and the strategy is to look at that.
     """
-    lost, loaders = Unpicklable(), b""
-    lost.take_out(checkpoint, is_root=dist.get_rank() == 0)
+    lost, loaders, is_root = Unpicklable(), b"", dist.get_rank() == 0
+    held = checkpoint.get(key := engine.module.CHECKPOINT_HYPER_PARAMS_KEY)
+    if is_root and isinstance(held, dict) and any(isinstance(value, nn.Module) for value in held.values()):
+        made = engine.module.hparams_initial  # as __init__ got them; by now this rank has only its stages of modules
+        checkpoint[key] = {name: made.get(name) if isinstance(held[name], nn.Module) else held[name] for name in held}
+    lost.take_out(checkpoint, is_root=is_root)
     if engine.rank == 0:
         states, position = _loader_states(checkpoint), data.state()
         if lost.finds(states, "the state of the training loaders", _BEGINS_AGAIN):
