@@ -47,7 +47,7 @@ class DataPosition:
         self._current: list[Any] | None = None
         self._ignored: Any = None
 
-    def follow(self, loader: object) -> object:
+    def follow(self, loader: Any) -> object:
         """Wraps a training loader so that its position is known, and resumed if a checkpoint was loaded.
 
         Raises:
@@ -56,7 +56,8 @@ class DataPosition:
         if not self.is_iterated:
             return loader
         if _can_be_followed(loader):
-            _follow(loader, self)
+            one = vars(loader)[_FOLLOWED] = _Pass(loader, self)
+            watch(loader, "position", one.begin)
         if self._resumed is None:
             return loader
         states = self._resumed["loaders"]
@@ -141,9 +142,8 @@ class DataPosition:
         """Puts the generators of this process to where they were at the save; once, before the first batch."""
         if self._ignored in warnings.filters:
             cast(list[Any], warnings.filters).remove(self._ignored)
-        if self._current is not None:
-            set_host_draws(self._current)
-            self._current = None
+        self.put_current()
+        self._current = None
 
     def put_current(self) -> None:
         """As :meth:`restore_current`, and once more before the first batch: hooks between may draw."""
@@ -185,12 +185,10 @@ class _Pass:
             "epochs": self._epochs,
         }
 
-    def begin_if_training(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Counts passes to train with."""
-        return self.begin(iterate) if self.position.is_iterated else iterate()
-
     def begin(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Starts the pass: makes the loader's iterator at once, and does the rest with the batches."""
+        """Starts a pass to train with: makes the loader's iterator at once, and does the rest with the batches."""
+        if not self.position.is_iterated:
+            return iterate()
         state, self.resumed = self.resumed, None
         self.num_batches = 0
         if state is None:
@@ -255,11 +253,6 @@ class _Rest(Sequence[Any]):
     def __iter__(self) -> Iterator[Any]:
         start, self._start = self._start, 0
         return (self._batches[index] for index in range(start % max(1, len(self)), len(self)))
-
-
-def _follow(loader: Any, position: DataPosition) -> None:
-    one = vars(loader)[_FOLLOWED] = _Pass(loader, position)
-    watch(loader, "position", one.begin_if_training)
 
 
 def _has_state(loader: object) -> bool:
