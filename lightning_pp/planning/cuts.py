@@ -83,7 +83,7 @@ def measured_unit_costs(
     for rank, members in zip(measured.ranks, measured.units, strict=False):
         if rank < len(cut.rank_speeds):
             speed = cut.rank_speeds[rank]
-            units.update({unit: units[unit].scaled(speed, speed, speed) for unit in members if unit in units})
+            units.update({unit: units[unit].scaled(speed) for unit in members if unit in units})
     return units
 
 

@@ -11,7 +11,6 @@ from lightning_pp.split.record.step_record import InterUnitDraws
 from lightning_pp.split.side_effects.generators import (
     GeneratorStates,
     generators_untouched,
-    put_back_python,
     seed_python,
     seed_torch,
     torch_generators,
@@ -59,7 +58,7 @@ class StepRandomness:
             yield
         finally:
             if states is not None:
-                put_back_python(states.of_python, states.of_numpy)
+                states.put_back_python()
             self.enter_unit()
 
     def seed_inter_unit(self, index: int) -> None:

@@ -214,24 +214,20 @@ def _windows(
     """One rank's program with UNSHARD and RESHARD, and a plan for its units if it gathers them one by one."""
     if sharding.mode == "replicate":
         return list(compute), None
-    used = list(dict.fromkeys(action.stage for action in compute if action.kind in USES_PARAMETERS))
-    stage_bytes = {stage: sharding.stage_bytes(stage) for stage in used}
+    stage_uses = [action.stage for action in compute if action.kind in USES_PARAMETERS]
+    stage_bytes = {stage: sharding.stage_bytes(stage) for stage in dict.fromkeys(stage_uses)}
     if sharding.mode == "shard_grad_op":
-        plan = plan_gathers(_stage_uses(compute), stage_bytes, sum(stage_bytes.values()))
+        plan = plan_gathers(stage_uses, stage_bytes, sum(stage_bytes.values()))
         return _with_windows(compute, plan, keeps=keeps), None
     budget = sharding.budget_of(stages)
     uses = [unit for _, units in unit_uses(compute, sharding) for unit in units]
     if all(size <= budget for size in stage_bytes.values()):
-        plan = plan_gathers(_stage_uses(compute), stage_bytes, budget)
+        plan = plan_gathers(stage_uses, stage_bytes, budget)
         num_gathers = sum(len(set(sharding.stages[stage])) for step in plan.steps for stage in step.gathers)
         if num_gathers <= MOST_EXTRA_GATHERS * fewest_gathers(uses, sharding.num_bytes, budget):
             return _with_windows(compute, plan, keeps=False), None
-    one_by_one = plan_gathers(_stage_uses(compute), stage_bytes, max(stage_bytes.values(), default=0))
+    one_by_one = plan_gathers(stage_uses, stage_bytes, max(stage_bytes.values(), default=0))
     return _with_windows(compute, one_by_one, keeps=False), plan_gathers(uses, sharding.num_bytes, budget)
-
-
-def _stage_uses(compute: Sequence[Action]) -> list[int]:
-    return [action.stage for action in compute if action.kind in USES_PARAMETERS]
 
 
 def _with_windows(compute: Sequence[Action], plan: GatherPlan[int], *, keeps: bool) -> list[Action]:

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.sharding.shard_updates import forget_shards
+from lightning_pp.sharding.shard_updates import forget_shards, update_shards
 from lightning_pp.sharding.stage_updates import update_as_stage
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.strategy._lightning_private import (
@@ -34,7 +34,6 @@ from lightning_pp.strategy.parameters.optimizers import (
     keep_parameters,
     set_up_one_optimizer,
     training_ones,
-    update_as_shards,
 )
 from lightning_pp.strategy.parameters.tensor_units import refuse_distributed
 from lightning_pp.strategy.parameters.whole_module import make_whole
@@ -130,7 +129,8 @@ class HeldPipeline:
         if not strategy.options.sharding.cpu_offload:  # states are made where their parameters are
             optimizers_to_device(strategy.optimizers, strategy.root_device)
         strategy.all_or_none(lambda: self.built.gradients.refuse_updates(optimizers))
-        update_as_shards(optimizers)
+        for optimizer in optimizers:
+            update_shards(optimizer)
         strategy.all_or_none(lambda: update_as_stage(optimizers, has_stages=strategy.sizes.pipeline > 1))
         PipelineOptimization.install(trainer)
 

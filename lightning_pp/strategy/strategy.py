@@ -20,7 +20,7 @@ from lightning_pp.checkpoint.storage.location import is_folder
 from lightning_pp.collector import collector_paused
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import StageCosts
-from lightning_pp.strategy._lightning_private import accumulates, trainer_of
+from lightning_pp.strategy._lightning_private import accumulates
 from lightning_pp.strategy.checkpoints.averaging import leave_averages_to_strategy
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
 from lightning_pp.strategy.checkpoints.last import LastCheckpoints, find_last_at_urls
@@ -111,11 +111,6 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
     def fewest_stages(self) -> int:
         """Stages that the module has to be cut into, at least; known as soon as the trainer has given devices."""
         return self.options.layout_request(self.sizes.pipeline, 1, self.root_device.type).fewest_stages
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning is to give samplers a part of the data, and wait for other ranks."""
-        return not self.is_plain
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -296,10 +291,6 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         resume_callbacks(self._trainer, checkpoint.get("callbacks", {}))
         self._checkpoints.load(checkpoint, strict=strict)
 
-    @with_stages
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: :meth:`load_model_state_dict` has loaded it."""
-
     # ---------------------------------------------------------------- end
 
     def gather_module(self) -> None:
@@ -364,9 +355,4 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
 
     def _may_ranks_be_apart(self) -> bool:
         """After an exception; after a signal all ranks leave together, between two batches."""
-        return self._is_interrupted and not self._is_preempted
-
-    @property
-    def _is_preempted(self) -> bool:
-        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
-        return trainer is not None and trainer.received_sigterm
+        return self._is_interrupted and not self._trainer.received_sigterm

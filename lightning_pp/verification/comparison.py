@@ -105,7 +105,8 @@ class Comparison:
                 if relative > max(self._tolerance, tolerance_of(getattr(one, "dtype", None))):
                     stage = self._ranks[rank].stages if holders and kind in _OF_STAGES else ""
                     one, other = (value[where] if where else value for value in (one, other))
-                    self.differences.append(Difference(place, kind, _named(name, where), stage, one, other, relative))
+                    shown = f"{name}[{', '.join(map(str, where))}]" if where else name
+                    self.differences.append(Difference(place, kind, shown, stage, one, other, relative))
                     break
 
     def _relative(self, one: Any, other: Any, smallest: float) -> tuple[float, tuple[int, ...]]:
@@ -167,10 +168,6 @@ def _group(kind: str, name: str) -> str:
 def _size(value: Any) -> float:
     is_numbers = isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
     return float(value.abs().max().nan_to_num(nan=0.0, posinf=0.0)) if is_numbers else 0.0
-
-
-def _named(name: str, where: tuple[int, ...]) -> str:
-    return f"{name}[{', '.join(map(str, where))}]" if where else name
 
 
 def _shown(value: Any) -> str:

@@ -144,4 +144,4 @@ def _shared(cost: UnitCost, estimates: dict[str, UnitCost]) -> dict[str, UnitCos
         return dict.fromkeys(estimates, cost)
     whole = sum(estimate.total for estimate in estimates.values())
     shares = {unit: estimate.total / whole if whole else 1 / len(estimates) for unit, estimate in estimates.items()}
-    return {unit: cost.scaled(share, share, share) for unit, share in shares.items()}
+    return {unit: cost.scaled(share) for unit, share in shares.items()}

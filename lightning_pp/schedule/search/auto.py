@@ -92,9 +92,8 @@ def build_auto(request: ScheduleRequest) -> Schedule:
         candidates = [_in_two_phases(problem, candidates, deadline, quick=request.quick) for problem in problems]
     elif candidates and not request.quick and not deadline.has_passed():
         candidates += _improved(candidates, problems, deadline, request)
-    if (
-        candidates and request.sharding is None
-    ):  # else what is best depends on gathers, which only the full simulation knows
+    # with sharding, what is best depends on gathers, which only the full simulation knows
+    if candidates and request.sharding is None:
         objective = _objective(candidate.length.makespan for candidate in candidates)
         candidates = sorted(candidates, key=lambda candidate: objective.of(candidate.length))[:_NUM_SIMULATED]
     found = [candidate.problem.schedule_of(candidate.orders, f"auto ({candidate.origin})") for candidate in candidates]
@@ -311,25 +310,19 @@ def _improve(candidates: list[_Candidate], deadline: Deadline, request: Schedule
             temperatures = _TEMPERATURES[:1] if objective.longest_makespan else _TEMPERATURES
         start = min(improved, key=lambda candidate: objective.of(candidate.length))
         for seed, temperature in enumerate(temperatures):
-            start = _climbed(start, objective, num_steps, temperature, seed, deadline)
+            orders = climb(
+                start.problem,
+                start.orders,
+                objective,
+                num_steps=num_steps,
+                lower_bound=lower_bound(start.problem, objective),
+                temperature=temperature,
+                seed=seed,
+                deadline=deadline,
+            )
+            start = _measured(start.problem, orders, start.origin)
             improved.append(start)
     return improved
-
-
-def _climbed(
-    start: _Candidate, objective: Objective, num_steps: int, temperature: float, seed: int, deadline: Deadline
-) -> _Candidate:
-    orders = climb(
-        start.problem,
-        start.orders,
-        objective,
-        num_steps=num_steps,
-        lower_bound=lower_bound(start.problem, objective),
-        temperature=temperature,
-        seed=seed,
-        deadline=deadline,
-    )
-    return _measured(start.problem, orders, start.origin)
 
 
 register(

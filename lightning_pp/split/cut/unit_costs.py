@@ -35,11 +35,9 @@ class UnitCost:
         """F, I and W together."""
         return self.forward + self.backward_input + self.backward_weight
 
-    def scaled(self, forward: float, backward_input: float, backward_weight: float) -> UnitCost:
-        """This cost with each of its parts multiplied."""
-        return UnitCost(
-            self.forward * forward, self.backward_input * backward_input, self.backward_weight * backward_weight
-        )
+    def scaled(self, factor: float) -> UnitCost:
+        """This cost, multiplied."""
+        return UnitCost(self.forward * factor, self.backward_input * factor, self.backward_weight * factor)
 
 
 def estimate_unit_costs(
@@ -121,7 +119,7 @@ def weighted(costs: Mapping[str, UnitCost], weights: Mapping[str, float]) -> dic
                 f"{', '.join(list(costs)[:10])}{', ...' if len(costs) > 10 else ''}."
             )
         factors.update(dict.fromkeys(matching, float(factor)))
-    return {unit: cost.scaled(factors[unit], factors[unit], factors[unit]) for unit, cost in costs.items()}
+    return {unit: cost.scaled(factors[unit]) for unit, cost in costs.items()}
 
 
 def calibrated(

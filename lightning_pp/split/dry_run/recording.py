@@ -230,11 +230,6 @@ class DryRun:
             return own_copy(batch) if self._is_second else own_containers(batch)
 
     @property
-    def edits_batch(self) -> bool:
-        """Whether the step has written into memory that it did not make."""
-        return self._flow.edits_batch
-
-    @property
     def line_of_edit(self) -> str:
         """Where the code between units did so last; empty if it did not."""
         return self._flow.line_of_edit

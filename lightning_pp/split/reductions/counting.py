@@ -26,7 +26,7 @@ def total_of(counts: Sequence[Counts], facts: Facts) -> dict[Place, Count]:
         known = [value for value in values if value is not None]
         if fact is None or len(known) < len(values):
             totals[place] = None
-        elif fact.kind is Kind.EXTREME:
+        elif fact.call.kind is Kind.EXTREME:
             totals[place] = (_extreme([value[0] for value in known], place.site.function in GREATEST),)
         else:
             totals[place] = tuple(sum(parts) for parts in zip(*known, strict=True))
@@ -70,7 +70,7 @@ def need_no_correction(counts: Sequence[Counts], totals: Counts, shares: Sequenc
             fact, part = facts.find(place), count.get(place)
             if fact is None or total is None or part is None:
                 return False
-            factor = 1.0 if fact.kind is Kind.EXTREME else share
+            factor = 1.0 if fact.call.kind is Kind.EXTREME else share
             for mine, whole in zip(map(torch.as_tensor, part), map(torch.as_tensor, total), strict=True):
                 if not (mine.is_cpu and whole.is_cpu and torch.equal(whole.double() * factor, mine.double())):
                     return False

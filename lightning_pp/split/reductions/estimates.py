@@ -8,7 +8,7 @@ root of an estimate is not, nor the product of two, nor an estimate times someth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.record.reduction import Kind
+from lightning_pp.split.record.source_lines import user_line
 from lightning_pp.split.reductions.functions import REVERSED
 
 _ESTIMATE = "_pp_estimate"
@@ -57,7 +58,6 @@ def follow(
     result: Any,
     *,
     reduces: bool,
-    line: Callable[[], str],
 ) -> None:
     """Marks ``result`` by what it was made of.
 
@@ -68,7 +68,6 @@ def follow(
         of_samples: Which of them were made of samples by weights; empty where that does not matter.
         result: What it gave.
         reduces: Whether it has reduced over samples what depends on weights.
-        line: Finds the user's line.
     """
     estimates = [estimate for estimate in map(estimate_of, given) if estimate is not None]
     if not estimates and not reduces:
@@ -78,7 +77,7 @@ def follow(
         bends = bool(estimates) and _bends(kind, function, given, of_samples, result)
         bends = bends or (reduces and kind is Kind.EXTREME)
         is_product = kind in (Kind.PRODUCT, Kind.CONTRACTION)
-        bent = Estimate(function.__name__, is_product, line()) if bends else Estimate()
+        bent = Estimate(function.__name__, is_product, user_line()) if bends else Estimate()
     for tensor in tensors_of(result):
         if tensor.is_floating_point():
             setattr(tensor, _ESTIMATE, bent)

@@ -24,44 +24,34 @@ class Fact:
     """How one call in a step has to do with the number of samples.
 
     Attributes:
-        kind: What is called.
-        line: The user's line.
+        call: The call, as the run on fewer samples has noted it, without its value.
         over_rows: Whether it reduces over samples: what it is given grows with the batch, and its result does not.
-        is_mean: Whether it is a mean.
         is_counted: Whether it has to be counted, microbatch by microbatch, because values of the batch decide.
-        depends_on_weights: Whether its result does.
-        of_samples: Which of the tensors that it is given were made of samples by weights.
         degrees: Of the numbers that it is given beside tensors; None where one grows, but not as a power.
         adds_samples: Whether it adds to a sum, sample by sample, in a loop over samples.
         alike: Shapes that it was given, and its result's, where both runs had the same although it reduces rows that
             values of the batch select; empty where they differed, or no value does.
-        of_counted: Whether these may be rows up to a number that Python has of the batch.
         counts_nothing: Whether it is a count of which Python may make numbers, and that was 0.
     """
 
-    kind: Kind
-    line: str
+    call: Reduction
     over_rows: bool
-    is_mean: bool
     is_counted: bool
-    depends_on_weights: bool
-    of_samples: tuple[bool, ...]
     degrees: tuple[float | None, ...]
     adds_samples: bool
     alike: frozenset[tuple[Any, Any]]
-    of_counted: bool
     counts_nothing: bool
 
     @property
     def grows(self) -> bool:
         """Whether it makes or meets values that grow with the batch, or may do so in a later one."""
-        is_sum = self.over_rows and not self.is_mean
+        is_sum = self.over_rows and not self.call.is_mean
         return is_sum or self.adds_samples or bool(self.alike) or any(degree != 0 for degree in self.degrees)
 
     @property
     def is_unproven(self) -> bool:
         """Whether a part of the batch that selects other rows may show more."""
-        return bool(self.alike) and not self.of_counted
+        return bool(self.alike) and not self.call.of_counted
 
 
 class Facts:
@@ -107,7 +97,7 @@ class Facts:
     def counts_may_depend_on_counts(self, counted: Sequence[Place]) -> bool:
         """Whether some of what is counted may depend on other counts."""
         facts = [fact for fact in map(self.find, counted) if fact is not None]
-        return len(facts) > 1 and any(not fact.depends_on_weights for fact in facts)
+        return len(facts) > 1 and any(not fact.call.depends_on_weights for fact in facts)
 
     def named(self, counts: Mapping[Place, Any]) -> dict[Name, Any]:
         """``counts`` by names that other processes know."""
@@ -148,7 +138,7 @@ class Facts:
             site = reduction.place.site
             is_looped = times_small[site] != times_large.get(site, times_small[site])
             fact = _fact(reduction, others.get(reduction.place), ratio, has_dynamic_shapes, is_looped)
-            if reduction.is_integer and (keeps_integers or fact.kind is Kind.EXTREME):
+            if reduction.is_integer and (keeps_integers or reduction.kind is Kind.EXTREME):
                 fact = replace(fact, is_counted=False)
             self.by_place[reduction.place] = _joined(self.by_place.get(reduction.place), fact)
             if is_looped:
@@ -160,7 +150,7 @@ class Facts:
 
 def _joined(before: Fact | None, now: Fact) -> Fact:
     """What is known of a call that was looked at again: as many rows by chance prove nothing."""
-    if before is not None and before.alike and before.of_counted:
+    if before is not None and before.alike and before.call.of_counted:
         return before  # twice a microbatch has other rows up to twice the number
     if before is None or not now.alike:
         return now
@@ -199,17 +189,12 @@ def _fact(small: Reduction, large: Reduction | None, ratio: float, has_dynamic_s
         over_rows and small.is_mean and small.is_countable and (small.is_counted or has_dynamic_shapes)
     )
     return Fact(
-        small.kind,
-        small.line,
+        replace(small, value=None),
         over_rows,
-        small.is_mean,
         is_counted or None in degrees,
-        small.depends_on_weights,
-        small.of_samples,
         degrees,
         is_looped and small.kind is Kind.ADDITION and small.result == (),
         frozenset([(small.given, small.result)] if may_be_by_chance else ()),
-        small.of_counted,
         has_dynamic_shapes and _counts_nothing(small),
     )
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pp.split.fakes.parameters import has_data
 from lightning_pp.split.record.reduction import Kind
 
 
@@ -146,14 +147,11 @@ class LossCall:
         loss: Tensor = self._function(**given)
         return loss
 
-    def denominator(self, has_data: Callable[[Tensor], bool]) -> Tensor | float | None:
-        """What the mean divides by; None where that depends on weights or is not known.
-
-        ``has_data`` tells whether a tensor's values are there.
-        """
+    def denominator(self) -> Tensor | float | None:
+        """What the mean divides by; None where that depends on weights or is not known."""
         name, given = self._function.__name__, self._given
         if name in _BY_TARGET:
-            return self._count_of_targets(has_data)
+            return self._count_of_targets()
         if name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss") and given.get("weight") is not None:
             return None
         values, target = [value for value in given.values() if isinstance(value, Tensor)][:2]
@@ -163,7 +161,7 @@ class LossCall:
         target: Tensor = self._given["target"]
         return target
 
-    def _count_of_targets(self, has_data: Callable[[Tensor], bool]) -> Tensor | float | None:
+    def _count_of_targets(self) -> Tensor | float | None:
         values, target, weight = self._given["input"], self._target(), self._given.get("weight")
         if target.is_floating_point():  # probabilities of classes
             return float(target.numel() / (values.shape[1] if values.dim() > 1 else values.shape[0]))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_pp.errors import SplitError
 from lightning_pp.split.data.tree import map_leaves
 from lightning_pp.split.record.reduction import Kind, Place
-from lightning_pp.split.record.source_lines import line_text, user_line
+from lightning_pp.split.record.source_lines import line_text
 from lightning_pp.split.reductions.estimates import follow, marked_as
 from lightning_pp.split.reductions.facts import Fact, Facts
 from lightning_pp.split.reductions.functions import GREATEST, REVERSED, SCATTERS, LossCall, kind_of
@@ -82,7 +82,6 @@ class ScaledStep(OutsideUnits):
     Args:
         facts: What is known of the step's calls.
         scale: The microbatch beside its batch.
-        has_data: Whether a tensor's values are there.
         counted: If given, gets what the microbatch counts, by place.
         refuses_unknown: Whether a sum that no dry run has seen is an error, unless it is only compared for equality.
         follows_estimates: Whether it is followed which values add up over microbatches.
@@ -93,7 +92,6 @@ class ScaledStep(OutsideUnits):
         self,
         facts: Facts,
         scale: Scale,
-        has_data: Callable[[Tensor], bool],
         counted: dict[Place, Count] | None = None,
         *,
         refuses_unknown: bool = False,
@@ -104,7 +102,6 @@ class ScaledStep(OutsideUnits):
         self._facts = facts
         self._read_for_none = read_for_none
         self._share, self._totals, self._num_samples = scale
-        self._has_data = has_data
         self._counted = counted
         self._refuses_unknown = refuses_unknown
         self._follows = follows_estimates
@@ -139,9 +136,9 @@ class ScaledStep(OutsideUnits):
             fact = self._facts.find(place)
             if place not in self._seen and fact is not None:
                 raise SplitError(
-                    f"The rehearsal that counts what the loss divides by reached {fact.line}, but the step itself did "
-                    "not. A branch that depends on weights can cause this, and so can compiled code. Make the branch "
-                    "depend on the batch only, or set whole_batch_loss=True on the strategy."
+                    f"The rehearsal that counts what the loss divides by reached {fact.call.line}, but the step itself "
+                    "did not. A branch that depends on weights can cause this, and so can compiled code. Make the "
+                    "branch depend on the batch only, or set whole_batch_loss=True on the strategy."
                 )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,7 +158,7 @@ class ScaledStep(OutsideUnits):
             result = self._other(kind, func, args, kwargs)
             if self._follows and not _of_each_row(func, args):
                 given = list(map(self._normal, tensors_given(args, kwargs)))
-                follow(kind, func, given, (), result, reduces=False, line=user_line)
+                follow(kind, func, given, (), result, reduces=False)
             return result
         called = self._places.next(func.__name__)
         if called is None:
@@ -184,9 +181,9 @@ class ScaledStep(OutsideUnits):
         if fact.alike:
             _check_alike(fact, shapes, shapes_of(result))
         if self._follows:
-            reduces = fact.over_rows and fact.depends_on_weights
+            reduces = fact.over_rows and fact.call.depends_on_weights
             given = list(tensors_given(args, kwargs))
-            follow(kind, func, given, fact.of_samples, result, reduces=reduces, line=user_line)
+            follow(kind, func, given, fact.call.of_samples, result, reduces=reduces)
         return result
 
     def _noted(self, read: Any) -> Any:
@@ -264,7 +261,7 @@ class ScaledStep(OutsideUnits):
         given = next(tensors_given(args, kwargs))
         summed = torch.sum(*args, **kwargs)
         count = given.numel() / max(summed.numel(), 1)
-        if fact.depends_on_weights:
+        if fact.call.depends_on_weights:
             total = self._total(place, (count,))
             return func(*args, **kwargs) if total is None else summed / (total[0] * self._share)
         total = self._total(place, (summed.detach(), count))
@@ -279,7 +276,7 @@ class ScaledStep(OutsideUnits):
             return self._sum(place, fact, func, args, kwargs)
         if not fact.is_counted:
             return func(*args, **kwargs)
-        denominator = loss.denominator(self._has_data)
+        denominator = loss.denominator()
         total = self._total(place, None if denominator is None else (denominator,))
         return func(*args, **kwargs) if total is None else loss.summed() / (total[0] * self._share)
 
@@ -301,7 +298,7 @@ class ScaledStep(OutsideUnits):
         if len(degrees) != 2:
             return func(*self._all_normal(args, degrees), **self._all_normal(kwargs))
         left, right = reversed(degrees) if func.__name__ in REVERSED else degrees
-        is_quotient = fact.kind is Kind.QUOTIENT
+        is_quotient = fact.call.kind is Kind.QUOTIENT
         if is_quotient and kwargs.get("rounding_mode") is not None:
             return func(*self._all_normal(args, degrees), **kwargs)
         return set_degree(func(*args, **kwargs), left - right if is_quotient else left + right)
@@ -346,11 +343,11 @@ class ScaledStep(OutsideUnits):
         of_none = tuple(n if self.reads_nothing and n % self._num_samples else 0.0 for n in numbers)
         total = self._total(place, (*numbers, *of_none)) if counted else ()
         if any(0 != none != whole for whole, none in zip(total or (), (total or ())[len(counted) :], strict=False)):
-            raise SplitError(MADE_OF_A_COUNT.format(fact.line))
+            raise SplitError(MADE_OF_A_COUNT.format(fact.call.line))
         # max(mask.sum().item(), 1): it reads the share of a small count, and takes 1
         is_part = 1 not in self._reads and any(0 < read < 1 for read in self._reads)
         if is_part and any(degree == 1 and values[index] == 1 for index, degree in where):
-            raise SplitError(MADE_OF_A_COUNT.format(fact.line))
+            raise SplitError(MADE_OF_A_COUNT.format(fact.call.line))
         for index, degree in where:
             degrees[index] = 1.0 if degree is None else degree
         for index, whole in zip(counted, total or (), strict=False):
@@ -414,8 +411,8 @@ def _check_alike(fact: Fact, given: tuple[tuple[int, ...], ...], result: Any) ->
     of_this_result = [shapes for shapes, other in fact.alike if other == result]
     if of_this_result and given not in of_this_result:
         raise SplitError(
-            f"{fact.line} reduces rows that values of the batch select. Now it is given {_listed(given)}, and in all "
-            f"parts of the batch that showed what the step does, {_listed(of_this_result[0])}. So it is not known "
+            f"{fact.call.line} reduces rows that values of the batch select. Now it is given {_listed(given)}, and in "
+            f"all parts of the batch that showed what the step does, {_listed(of_this_result[0])}. So it is not known "
             "whether this is a sum over samples. Multiply by a mask instead ((x * mask).sum()), or set "
             "whole_batch_loss=True on the strategy."
         )

@@ -81,10 +81,10 @@ class CountTrace(OutsideUnits):
             return
         function, args, kwargs = self._running
         made: Made | None = None
-        if fact.kind is Kind.LOSS:
+        if fact.call.kind is Kind.LOSS:
             counted = LossCall(function, args, kwargs).counted_targets()
             made = None if counted is None else self._made_by(count_of_targets, counted, {})
-        elif fact.kind is Kind.SUM and fact.over_rows:
+        elif fact.call.kind is Kind.SUM and fact.over_rows:
             made = self._made_by(function, args, kwargs)
         if made is not None:
             self.found[place] = made

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,11 +51,9 @@ def is_seeded_here(generator: torch.Generator) -> bool:
 
 
 def seed_python(seed: int) -> None:
-    """Seeds the global generators of Python and NumPy, of NumPy's if it is there."""
+    """Seeds the global generators of Python and NumPy."""
     random.seed(seed)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % (1 << 32))
+    np.random.seed(seed % (1 << 32))
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class GeneratorStates:
     Attributes:
         of_torch: States of :func:`torch_generators`.
         of_python: State of ``random``.
-        of_numpy: State of ``numpy.random``; None if it is not there.
+        of_numpy: State of ``numpy.random``.
     """
 
     of_torch: tuple[Tensor, ...]
@@ -79,12 +77,8 @@ class GeneratorStates:
         Those of Python and NumPy have 624 words that are taken apart and put together one by one, which takes about
         0.1 ms.
         """
-        numpy: Any = sys.modules.get("numpy")
-        return cls(
-            tuple(generator.get_state() for generator in torch_generators(device)),
-            random.getstate(),
-            None if numpy is None else numpy.random.get_state(legacy=False),
-        )
+        of_torch = tuple(generator.get_state() for generator in torch_generators(device))
+        return cls(of_torch, random.getstate(), np.random.get_state(legacy=False))
 
     def put_back(self, device: torch.device) -> None:
         """Sets the generators to these states.
@@ -94,27 +88,22 @@ class GeneratorStates:
         """
         for generator, state in zip(torch_generators(device), self.of_torch, strict=False):
             generator.set_state(state)
-        put_back_python(self.of_python, self.of_numpy)
+        self.put_back_python()
 
+    def put_back_python(self) -> None:
+        """Sets the global generators of Python and NumPy alone.
 
-def put_back_python(of_python: Any, of_numpy: Any) -> None:
-    """Sets the global generators of Python and NumPy.
-
-    Raises:
-        RuntimeError: NumPy's generator is of another kind now.
-    """
-    random.setstate(of_python)
-    if of_numpy is None:
-        return
-    import numpy
-
-    try:
-        numpy.random.set_state(of_numpy)
-    except ValueError as error:
-        raise RuntimeError(
-            "NumPy's bit generator was replaced during a step of the pipeline (numpy.random.set_bit_generator). "
-            "Replace it before training, so that its state can be restored after each step"
-        ) from error
+        Raises:
+            RuntimeError: NumPy's generator is of another kind now.
+        """
+        random.setstate(self.of_python)
+        try:
+            np.random.set_state(self.of_numpy)
+        except ValueError as error:
+            raise RuntimeError(
+                "NumPy's bit generator was replaced during a step of the pipeline (numpy.random.set_bit_generator). "
+                "Replace it before training, so that its state can be restored after each step"
+            ) from error
 
 
 def state_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
@@ -123,10 +112,9 @@ def state_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]
         return value.get_state, value.set_state
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.Generator):
+    if isinstance(value, np.random.Generator):
         return partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
+    if isinstance(value, np.random.RandomState):
         return value.get_state, value.set_state
     return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import is_not
@@ -171,8 +170,6 @@ def _put_back(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
 
 def python_generators() -> tuple[Any, ...]:
     """The state of the generators of Python and NumPy, to compare."""
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return (random.getstate(),)
-    _, keys, *rest = numpy.random.get_state()
+    state: Any = np.random.get_state()
+    _, keys, *rest = state
     return (random.getstate(), keys.tobytes(), *rest)

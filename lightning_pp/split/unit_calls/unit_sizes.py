@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -51,17 +51,11 @@ def leaves_plain(call: UnitCall) -> bool:
     return all(type(leaf) in PLAIN for effect in call.side_effects for leaf in leaves_of(effect.content))
 
 
-@dataclass(frozen=True)
-class _Known:
-    """The results of a unit for some arguments.
+_Known = tuple[Sequence[Any], int]
+"""The results of a unit for some arguments, and the FLOPs of its forward.
 
-    Attributes:
-        leaves: For each leaf a fake, the :class:`PassedOn` of the recorded call, or a plain value.
-        flops: Of its forward.
-    """
-
-    leaves: Sequence[Any]
-    flops: int
+A result is for each leaf a fake, the :class:`PassedOn` of the recorded call, or a plain value.
+"""
 
 
 class UnitSizes:
@@ -123,18 +117,19 @@ class UnitSizes:
                 self._known.clear()
             self._known[key] = self._run(call, watch, original, *given)
         known = self._known[key]
-        if known is None or len(known.leaves) != len(call.leaves):
+        if known is None or len(known[0]) != len(call.leaves):
             return None
-        found = [self._leaf(call, place, leaf) for place, leaf in enumerate(known.leaves)]
+        results, flops = known
+        found = [self._leaf(call, place, leaf) for place, leaf in enumerate(results)]
         leaves = [leaf for leaf in found if leaf is not None]
         if len(leaves) < len(found):
             return None
         shapes, numbers = shapes_of(args, kwargs), numbers_of(args, kwargs)
         if shapes == call.shapes and all(leaf is old for leaf, old in zip(leaves, call.leaves, strict=True)):
             return call
-        weight_flops = call.weight_flops * known.flops // call.flops if call.flops else 0
+        weight_flops = call.weight_flops * flops // call.flops if call.flops else 0
         resized = replace(call, shapes=shapes, numbers=numbers, looks_at=looks_at, leaves=leaves)
-        resized.flops, resized.weight_flops = known.flops, weight_flops
+        resized.flops, resized.weight_flops = flops, weight_flops
         return resized
 
     def _leaf(self, call: UnitCall, place: int, leaf: Any) -> OutputLeaf | None:
@@ -187,7 +182,7 @@ class UnitSizes:
                     leaves.append(leaf.detach().clone().requires_grad_(leaf.requires_grad))
             else:
                 leaves.append(leaf)
-        return _Known(leaves, watch.flops.get(None, 0) - flops)
+        return leaves, watch.flops.get(None, 0) - flops
 
     @contextmanager
     def _without_data(self) -> Iterator[None]:

@@ -32,23 +32,9 @@ Samples = dict[tuple[int, str], list[float]]
 """Stage and letter of F, I, W (milliseconds) or ``held`` (GiB after I) to what was measured."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A microbatch without its data, which would take memory until the end of the measurement.
-
-    Attributes:
-        signature: Of its data, as text that is the same on all ranks.
-        num_samples: In it.
-    """
-
-    signature: str
-    num_samples: int
-
-    @classmethod
-    def of(cls, microbatch: Microbatch) -> Shape:
-        """The shape of ``microbatch``."""
-        signature = str(signature_of(microbatch.data)).replace("torch.Size([", "(").replace("])", ")")
-        return cls(signature, microbatch.num_samples)
+def signature_text(microbatch: Microbatch) -> str:
+    """The signature of the data, as text that is the same on all ranks."""
+    return str(signature_of(microbatch.data)).replace("torch.Size([", "(").replace("])", ")")
 
 
 @dataclass
@@ -71,15 +57,14 @@ class Profile:
         self,
         timer: StepTimer,
         queued_bytes: Mapping[tuple[int, int], int],
-        shapes: Sequence[Shape],
+        texts: Sequence[str],
+        num_samples: Sequence[int],
         plans: Sequence[StepPlan],
     ) -> None:
         """Adds one batch; on CUDA its timer is read, so the batch should be over."""
-        self.numbers[len(shapes)] += 1
-        texts = [shape.signature for shape in shapes]
-        for shape, plan in zip(shapes, plans, strict=True):
-            self.plans[shape.signature] = plan
-            self.num_samples[shape.signature] = shape.num_samples
+        self.numbers[len(texts)] += 1
+        self.num_samples.update(zip(texts, num_samples, strict=True))
+        self.plans.update(zip(texts, plans, strict=True))
         for times in timer.times():
             stage, index = times.action.stage, times.action.microbatch
             if index is not None and times.action.kind in (ActionKind.F, ActionKind.I, ActionKind.W):

@@ -23,7 +23,7 @@ from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Schedule, Sharding, StageCosts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.record.plan import StepPlan
-from lightning_pp.strategy.autotune.measured_costs import CostExchange, Measured, Profile, Shape
+from lightning_pp.strategy.autotune.measured_costs import CostExchange, Measured, Profile, signature_text
 from lightning_pp.strategy.autotune.tuning_report import (
     about_copies,
     comparison,
@@ -102,7 +102,8 @@ class TunedPrograms:
         self._is_first = mesh.get_rank() == 0
         self.measures = options.measures
         self._num_batches = 0
-        self._noted: list[tuple[StepTimer, dict[tuple[int, int], int], list[Shape], Sequence[StepPlan]]] = []
+        # what Profile.add takes, without data, which would take memory until the end of the measurement
+        self._noted: list[tuple[StepTimer, dict[tuple[int, int], int], list[str], list[int], Sequence[StepPlan]]] = []
         self.queued_bytes: dict[tuple[int, int], int] | None = None
         # given ones are of these cuts, and with the bytes that were not given
         self.costs: StageCosts | None = None if options.costs is None else layout.costs
@@ -157,7 +158,9 @@ class TunedPrograms:
         if self.measures and self.queued_bytes is not None:
             self._num_batches += 1
             if self._num_batches > NUM_WARM_UP_BATCHES:
-                self._noted.append((timer, self.queued_bytes, list(map(Shape.of, microbatches)), plans))
+                num_samples = [microbatch.num_samples for microbatch in microbatches]
+                texts = list(map(signature_text, microbatches))
+                self._noted.append((timer, self.queued_bytes, texts, num_samples, plans))
 
     def start_over(self) -> None:
         """After a step that failed: ranks may have run different numbers of batches, so counting starts again."""

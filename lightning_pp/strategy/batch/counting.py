@@ -16,7 +16,7 @@ from lightning_pp.errors import SplitError
 from lightning_pp.planning.steps.state import StepState
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.rehearsal import Rehearsed, rehearse
-from lightning_pp.split.fakes.parameters import FakeParameters, has_data
+from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.reduction import Place
 from lightning_pp.split.record.source_lines import innermost_user_line
@@ -143,7 +143,7 @@ class StepCounting:
     ) -> Counts:
         """Rehearses the step until all counts are reached."""
         record, device = steps.plans[index].record, self._fakes.device
-        scaled = ScaledStep(facts, scale, has_data, counted, read_for_none=read_for_none)
+        scaled = ScaledStep(facts, scale, counted, read_for_none=read_for_none)
         with ExitStack() as stack:
             stack.enter_context(StepLogs().in_step(self._module, None))
             stack.enter_context(self._metrics.suspended())
@@ -186,7 +186,7 @@ def _refuse_numbers_of_none(counts: Counts, others: Counts, facts: Facts) -> Non
             [part for part in each or () if not isinstance(part, Tensor)] for each in (count, others.get(place, count))
         )
         if of_sample != of_many and (fact := facts.find(place)) is not None:
-            raise SplitError(MADE_OF_A_COUNT.format(fact.line))
+            raise SplitError(MADE_OF_A_COUNT.format(fact.call.line))
 
 
 class _Until(dict[Place, Count]):
@@ -244,7 +244,7 @@ class _Traced:
             self._num_uses_left, self._has_served = _USES_BETWEEN_CHECKS, True
             return
         if self._has_served:
-            lines = ", ".join(fact.line for fact in map(facts.find, rehearsed) if fact is not None)
+            lines = ", ".join(fact.call.line for fact in map(facts.find, rehearsed) if fact is not None)
             raise SplitError(
                 f"{lines} divides by another quantity of the batch than in earlier batches, but nothing has changed "
                 "that the step is known to depend on: the shapes of its batch, plain attributes of the module, the "

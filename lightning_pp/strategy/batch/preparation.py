@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from lightning_pp.strategy.batch.counting import BatchSteps, StepCounting
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.differences import Around
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
-from lightning_pp.strategy.batch.scaling import BatchScaling, ScaledBatch, TwoSizes, two_sizes
+from lightning_pp.strategy.batch.scaling import BatchScaling, ScaledBatch, TwoSizes
 from lightning_pp.strategy.batch.scopes import StepScopes
 from lightning_pp.strategy.batch.whole_batch import END_OF_BATCH, ending_with_batch, in_one_piece
 from lightning_pp.strategy.results.attributes import StepAttributes, kept_by_step
@@ -43,6 +44,7 @@ from lightning_pp.strategy.step.recordings import RecordingWatch
 from lightning_pp.strategy.step.refusals import refuse_carried_state
 from lightning_pp.strategy.surroundings import Surroundings
 
+_SAMPLES_TO_HALVE = 4
 _LIGHTNINGS_ATTRIBUTES = frozenset(vars(pl.LightningModule()))
 RecordedStep = Callable[[StepCall, Microbatch], Callable[[DryRun], Any]]
 """Makes the user's step on a microbatch, for a dry run."""
@@ -75,7 +77,6 @@ class BatchPreparation:
         self.split = split
         self.metrics = metrics
         self._precision = precision = surroundings.precision
-        self._rank = surroundings.rank
         self._device = surroundings.device
         self._cutter = cutter
         self._recorded_step = recorded_step
@@ -182,8 +183,8 @@ class BatchPreparation:
         return BatchRun(call, microbatches, plan.parts, seed, call_part, scopes, updates, work)
 
     def _scopes(self, attributes: StepAttributes, scaled: ScaledBatch, *, ends_with_batch: bool = False) -> StepScopes:
-        of_rank = self.split.placement, self._rank, ends_with_batch
-        return StepScopes(self.module, self._precision, StepLogs(), self.metrics, attributes, scaled, *of_rank)
+        stage = self.split.placement.num_stages - 1, ends_with_batch
+        return StepScopes(self.module, self._precision, StepLogs(), self.metrics, attributes, scaled, *stage)
 
     def _caller(
         self,
@@ -262,12 +263,21 @@ class BatchPreparation:
     def two_sizes(
         self, microbatches: Sequence[Microbatch], batch: Any, part: tuple[int, int] | None = None
     ) -> TwoSizes | None:
-        """A part of ``batch`` at two sizes, as a check or a comparison of dry runs takes it; see :func:`two_sizes`."""
+        """A part of ``batch`` at two sizes: its first microbatch and halves, or, where those are small, two of them.
+
+        Or that ``part`` of it: into how many parts it is cut, and which of them. None where there is only one sample.
+        """
         if self._ends_with_batch and len(microbatches) > 1:  # the end may need all samples
             return TwoSizes(in_one_piece(batch, microbatches), microbatches)
+        first, is_users = microbatches[0], self._cutter.is_users
+        if part is None and first.num_samples < _SAMPLES_TO_HALVE and len(microbatches) > 1:
+            part = max(1, len(microbatches) // 2), 0
         try:
-            return two_sizes(microbatches, batch, self._cutter.cut_into, part, is_cut_by_user=self._cutter.is_users)
+            if part is not None:
+                first = self._cutter.cut_into(batch, part[0])[part[1]]
+            parts = self._cutter.cut_into(first.data, 2)
         except BatchError:  # the user's function may refuse to cut a part further, such as a single document
-            if not self._cutter.is_users:
+            if not is_users:
                 raise
-        return TwoSizes(in_one_piece(batch, microbatches), microbatches, True) if len(microbatches) > 1 else None
+            return TwoSizes(in_one_piece(batch, microbatches), microbatches, True) if len(microbatches) > 1 else None
+        return TwoSizes(replace(first, weight=1.0), parts, is_users) if len(parts) == 2 else None

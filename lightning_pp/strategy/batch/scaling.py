@@ -10,7 +10,6 @@ from typing import Any
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import SplitError
 from lightning_pp.split.data.microbatch import Microbatch
-from lightning_pp.split.fakes.parameters import has_data
 from lightning_pp.split.record.reduction import Kind, Place
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.reductions.counting import Counts, are_equal, need_no_correction, on_host, total_of
@@ -26,7 +25,6 @@ PER_MICROBATCH = (
     "over microbatches."
 )
 _MOST_ROUNDS = 5
-_SAMPLES_TO_HALVE = 4
 RecordAt = Callable[[Microbatch, EarlierRun | None], StepRecord]
 """A dry run of the step on a part of the batch."""
 
@@ -44,27 +42,6 @@ class TwoSizes:
     whole: Microbatch
     parts: Sequence[Microbatch]
     is_cut_by_user: bool = False
-
-
-def two_sizes(
-    microbatches: Sequence[Microbatch],
-    batch: Any,
-    cut: Callable[[Any, int], Sequence[Microbatch]],
-    part: tuple[int, int] | None = None,
-    *,
-    is_cut_by_user: bool,
-) -> TwoSizes | None:
-    """A part of ``batch`` at two sizes: its first microbatch and halves of it, or, where those are small, two of them.
-
-    Or that ``part`` of it: into how many parts it is cut, and which of them. None where there is only one sample.
-    """
-    first = microbatches[0]
-    if part is None and first.num_samples < _SAMPLES_TO_HALVE and len(microbatches) > 1:
-        part = max(1, len(microbatches) // 2), 0
-    if part is not None:
-        first = cut(batch, part[0])[part[1]]
-    parts = cut(first.data, 2)
-    return TwoSizes(replace(first, weight=1.0), parts, is_cut_by_user) if len(parts) == 2 else None
 
 
 @dataclass
@@ -101,9 +78,7 @@ class ScaledBatch:
         if self.facts is None:
             return None
         scale = Scale(self.shares[microbatch], self.totals)
-        return ScaledStep(
-            self.facts, scale, has_data, refuses_unknown=self.is_training, follows_estimates=self.follows_estimates
-        )
+        return ScaledStep(self.facts, scale, refuses_unknown=self.is_training, follows_estimates=self.follows_estimates)
 
     def check_loss(self, output: Any) -> None:
         """Raises :class:`SplitError` if the loss of a step does not add up over microbatches."""

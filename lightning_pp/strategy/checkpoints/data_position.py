@@ -57,7 +57,7 @@ class DataPosition:
             return loader
         if _can_be_followed(loader):
             one = vars(loader)[_FOLLOWED] = _Pass(loader, self)
-            watch(loader, "position", one.begin_if_training)
+            watch(loader, "position", one.begin)
         if self._resumed is None:
             return loader
         states = self._resumed["loaders"]
@@ -142,9 +142,8 @@ class DataPosition:
         """Puts the generators of this process to where they were at the save; once, before the first batch."""
         if self._ignored in warnings.filters:
             cast(list[Any], warnings.filters).remove(self._ignored)
-        if self._current is not None:
-            set_host_draws(self._current)
-            self._current = None
+        self.put_current()
+        self._current = None
 
     def put_current(self) -> None:
         """As :meth:`restore_current`, and once more before the first batch: hooks between may draw."""
@@ -186,12 +185,10 @@ class _Pass:
             "epochs": self._epochs,
         }
 
-    def begin_if_training(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Counts passes to train with."""
-        return self.begin(iterate) if self.position.is_iterated else iterate()
-
     def begin(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Starts the pass: makes the loader's iterator at once, and does the rest with the batches."""
+        """Starts a pass to train with: makes the loader's iterator at once, and does the rest with the batches."""
+        if not self.position.is_iterated:
+            return iterate()
         state, self.resumed = self.resumed, None
         self.num_batches = 0
         if state is None:

@@ -15,7 +15,6 @@ from lightning_pp.checkpoint.ownership.rank_part import RankPart
 from lightning_pp.distributed.meshes import tensor_mesh
 from lightning_pp.errors import ConfigurationError, enumerate_names
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.strategy.parameters.optimizers import training_ones
 
 
 def rank_part(split: SplitModel, mesh: DeviceMesh, optimizers: Sequence[Optimizer]) -> RankPart:
@@ -26,7 +25,6 @@ def rank_part(split: SplitModel, mesh: DeviceMesh, optimizers: Sequence[Optimize
         mesh: The axis ``pipeline`` and then the others.
         optimizers: This rank's, which keep only its own parameters afterwards.
     """
-    optimizers = training_ones(optimizers)
     _refuse_other_names(split.module)
     catalog = ParameterCatalog.from_module(split.module, split.ranks_of).with_optimizers(split.module, optimizers)
     axis, parts = tensor_mesh(mesh), split.tensor_parts

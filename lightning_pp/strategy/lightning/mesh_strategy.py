@@ -132,8 +132,8 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning asks strategies that it does not know."""
-        return True
+        """Whether Lightning is to give samplers a part of the data, and wait for other ranks."""
+        return not self.is_plain
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -447,12 +447,6 @@ class MeshStrategy(ParallelStrategy):
             raise failure
         result: Any = outcome
         return cast(T, result)
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Nothing to block: gradients are reduced when the last batch of an accumulation is done."""
-        with nullcontext():
-            yield
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Lightning's; then the optimizer has its groups and sharded parameters again, also where the update failed."""

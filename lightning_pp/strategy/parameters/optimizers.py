@@ -17,7 +17,6 @@ from lightning_pp.checkpoint.ownership.catalog import OptimizerGroups
 from lightning_pp.checkpoint.ownership.rank_part import shard_like
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.sharding.shard_updates import update_shards
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.strategy._lightning_private import NoOptimizer
 
@@ -62,12 +61,6 @@ def keep_parameters(optimizers: Sequence[Optimizer], owned: Collection[nn.Parame
                     group[key][:] = compress(group[key], kept)
         for parameter in [parameter for parameter in optimizer.state if id(parameter) not in ids]:
             del optimizer.state[parameter]
-
-
-def update_as_shards(optimizers: Sequence[Optimizer]) -> None:
-    """See :func:`~lightning_pp.sharding.update_shards`."""
-    for optimizer in training_ones(optimizers):
-        update_shards(optimizer)
 
 
 def training_ones(optimizers: Sequence[Optimizer]) -> list[Optimizer]:

@@ -93,11 +93,6 @@ class PipelineMetrics:
                 if isinstance(metric.update, InPlaceOf):
                     vars(metric)["update"] = metric.update.original
 
-    @property
-    def are_there(self) -> bool:
-        """Whether the module has any."""
-        return bool(self._collected)
-
     def update_counts(self) -> list[int]:
         """How often each metric was updated since its reset, where steps run to their end."""
         return [update_count(metric) for metric in self._collected if isinstance(metric, Metric)]

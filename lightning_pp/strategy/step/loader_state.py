@@ -37,9 +37,7 @@ def set_own_draws(loader: Any, states: Sequence[Any]) -> None:
 
 def samplers_with_epochs(loader: Any) -> list[Any]:
     """The samplers of ``loader`` that have ``set_epoch``."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler)
-    return list({id(each): each for each in samplers if callable(getattr(each, "set_epoch", None))}.values())
+    return list({id(each): each for each in _samplers(loader) if callable(getattr(each, "set_epoch", None))}.values())
 
 
 def epochs_of(loader: Any) -> list[int]:
@@ -47,11 +45,14 @@ def epochs_of(loader: Any) -> list[int]:
     return [int(getattr(sampler, "epoch", 0)) for sampler in samplers_with_epochs(loader)]
 
 
+def _samplers(loader: Any) -> tuple[Any, ...]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
+
+
 def _own_generators(loader: Any) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
     """Functions that read and set the state of each."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    holders = (loader, *samplers, getattr(loader, "dataset", None))
+    holders = (loader, *_samplers(loader), getattr(loader, "dataset", None))
     held = {id(value): value for holder in holders for value in getattr(holder, "__dict__", {}).values()}
     return [access for access in map(state_access, held.values()) if access is not None]
 

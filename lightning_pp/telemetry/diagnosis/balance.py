@@ -78,7 +78,7 @@ def balance_finding(evidence: Evidence) -> Finding | None:
     except ConfigurationError:
         return None
     for stage, names in enumerate(facts.stages):
-        units.update({unit: units[unit].scaled(*(of_stages[stage],) * 3) for unit in names})
+        units.update({unit: units[unit].scaled(of_stages[stage]) for unit in names})
     cut = facts.cut_again(units, speeds, model.schedule)
     gain = 0.0 if cut is None else model.step_ms - model.with_costs(_costs_of(evidence, cut, units, of_stages)).step_ms
     points = [names[0] for names in (cut or [])[1:] if names]
