@@ -276,7 +276,11 @@ class PipelineEngine:
             else:
                 report = self._begin_report(run)
                 self._execute(run, range(len(run.microbatches)), trains=trains, reduce=reduce, on_outputs=report.send)
-                return self._receive(report, run)
+                output = self._receive(report, run)
+                if report.unchecked is not None:  # an error ends the run before an update
+                    with self._model.cutter.noted(batch, len(run.microbatches)):
+                        self._checks.check_part(run, batch, report.unchecked, self._seed)
+                return output
         return self._skip(args, kwargs)
 
     def _prepare(self, call: StepCall, batch: Any, factor: float) -> BatchRun:
@@ -296,8 +300,7 @@ class PipelineEngine:
             run = self._preparation.prepare(
                 call, batch, microbatches, seed, factor, follows_estimates=follows_estimates
             )
-            self._comparison.compare_plans(call, run.plans)
-            self._checks.check_courses(run, batch, self._seed)
+        self._comparison.compare_plans(call, run.plans)
         return run
 
     def _next_seed(self, *, training: bool) -> int:
@@ -376,7 +379,9 @@ class PipelineEngine:
             self._connection.messages,
             run.scopes.logs,
             run.merged,
-            batch=ReportedBatch(run.weights, run.num_samples, self._comparison.take(), where, raises),
+            batch=ReportedBatch(
+                run.weights, run.num_samples, self._comparison.take(), where, raises, self._checks.unchecked_part(run)
+            ),
             device=self.device,
             metrics=self.metrics,
             trainer=self._trainer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -70,28 +70,38 @@ class BatchChecks:
             return False
         self._num_left[call.step] = left - 1
         if len(microbatches) > 1 or self.groups.num_replicas > 1:
-            self._check_part(call, batch, microbatches, seed, self.groups)
+            self._check_part(call, batch, microbatches, seed)
         return True
 
-    def check_courses(self, run: BatchRun, batch: Any, seed: int) -> None:
-        """Checks a batch if the step does with one of its microbatches what it did in no check so far.
+    def unchecked_part(self, run: BatchRun) -> tuple[int, int] | None:
+        """The part of a batch to check, if a microbatch takes a branch of the step that no check has seen; else None.
 
-        A branch may wait for a number of steps, or for values of a batch. Other replicas need not take part.
+        It has microbatches that take the branch beside others, if there are both. The last stage decides, since code of
+        other ranks alone (``if trainer.is_global_zero``) has no effect on the loss.
 
-        Raises:
-            SplitError: As :meth:`check`.
+        Returns:
+            Into how many parts the batch is cut, and which of them it is; 0 parts for the first microbatch.
         """
         call, courses = run.call, [(run.call.step, plan.record.course) for plan in run.plans]
         new = [index for index, course in enumerate(courses) if course not in self._courses]
         is_checked = self.is_on and call.step in NUM_CHECKED and call.training == (call.step == "training_step")
         if not new or not is_checked or (len(courses) == 1 and self.groups.num_replicas == 1):
-            return
+            return None
         self._courses.update(courses)
-        groups = replace(self.groups, data_parallel=None, same_stages=None)
+        return _mixed_part(courses, new)
+
+    def check_part(self, run: BatchRun, batch: Any, part: tuple[int, int], seed: int) -> None:
+        """Checks the :meth:`unchecked_part` of the last stage; of a replica that has none, its first microbatch.
+
+        Raises:
+            SplitError: As :meth:`check`.
+        """
         try:
-            self._check_part(call, batch, run.microbatches, seed, groups, _mixed_part(courses, new))
+            self._check_part(run.call, batch, run.microbatches, seed, part if part[0] else None)
         except SplitError as error:
-            add_note(error, f"Batch {call.batch_idx} was checked: {call.step} takes a branch in it that is new.")
+            add_note(
+                error, f"Batch {run.call.batch_idx} was checked: {run.call.step} takes a branch in it that is new."
+            )
             raise
 
     def _check_part(
@@ -100,17 +110,16 @@ class BatchChecks:
         batch: Any,
         microbatches: Sequence[Microbatch],
         seed: int,
-        groups: ControlGroups,
         part: tuple[int, int] | None = None,
     ) -> None:
         module = self.preparation.module
         if call.training:
             warn_batch_norm(module, microbatches[0].num_samples)
         sizes = self.preparation.two_sizes(microbatches, batch, part)
-        if all(groups.gather(sizes is not None, "whether a batch is checked")) and sizes is not None:
+        if all(self.groups.gather(sizes is not None, "whether a batch is checked")) and sizes is not None:
             tolerance = tolerance_of(module, step_dtypes(self.precision).compute, self.device)
             units, allows_auxiliary = self.preparation.split.units, self.preparation.allows_auxiliary
-            check = PartCheck(module, call.step, sizes, groups, units, tolerance, self._reported, allows_auxiliary)
+            check = PartCheck(module, call.step, sizes, self.groups, units, tolerance, self._reported, allows_auxiliary)
             check.run(partial(self._observe, call, sizes.whole.data, seed))
 
     def _observe(
@@ -151,10 +160,10 @@ class BatchChecks:
                 return error
 
 
-def _mixed_part(courses: Sequence[Any], new: Sequence[int]) -> tuple[int, int] | None:
+def _mixed_part(courses: Sequence[Any], new: Sequence[int]) -> tuple[int, int]:
     """The smallest part of a batch in which some microbatches do what is ``new`` and others do not.
 
-    Into how many parts the batch is cut for it, and which of them it is; None where all do the same.
+    Into how many parts the batch is cut for it, and which of them it is; 0 parts where all do the same.
     """
     number = len(courses)
     for num_parts in (parts for parts in range(number // 2, 0, -1) if number % parts == 0):
@@ -162,4 +171,4 @@ def _mixed_part(courses: Sequence[Any], new: Sequence[int]) -> tuple[int, int] |
         for first in range(0, number, size):
             if len(set(courses[first : first + size])) > 1 and any(first <= index < first + size for index in new):
                 return num_parts, first // size
-    return None
+    return 0, 0

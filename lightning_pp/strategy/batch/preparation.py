@@ -274,7 +274,8 @@ class BatchPreparation:
             part = max(1, len(microbatches) // 2), 0
         try:
             if part is not None:
-                first = self._cutter.cut_into(batch, part[0])[part[1]]
+                pieces = self._cutter.cut_into(batch, part[0])
+                first = pieces[min(part[1], len(pieces) - 1)]
             parts = self._cutter.cut_into(first.data, 2)
         except BatchError:  # the user's function may refuse to cut a part further, such as a single document
             if not is_users:

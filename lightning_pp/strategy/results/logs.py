@@ -8,7 +8,7 @@ Life of one batch's logs, on every rank::
             logs.begin(index if this rank holds the last stage else None)
             module.training_step(microbatch, batch_idx)
             logs.end()
-    on the last stage: calls, num_samples, _ = logs.merge_over_replicas(weights, num_samples, groups)
+    on the last stage: calls, num_samples, *_ = logs.merge_over_replicas(weights, num_samples, groups)
     replay(module, calls, num_samples)
 
 Between ``begin`` and ``replay`` Lightning's own ``log`` does all the checking and resolving; only the last thing it
@@ -210,8 +210,14 @@ class StepLogs:
         return merge_calls(parts)
 
     def merge_over_replicas(
-        self, weights: Sequence[float], num_samples: int, groups: ControlGroups, finding: str | None = None
-    ) -> tuple[list[LogCall], int, str | None]:
+        self,
+        weights: Sequence[float],
+        num_samples: int,
+        groups: ControlGroups,
+        finding: str | None = None,
+        *,
+        asks_check: bool = False,
+    ) -> tuple[list[LogCall], int, str | None, bool]:
         """What the global batch logged: the last stages of all replicas gather their calls and merge them alike.
 
         Every last stage has to call this once per batch, and to share the result with its pipeline.
@@ -221,9 +227,11 @@ class StepLogs:
             num_samples: Number of samples in this replica's batch.
             groups: The control groups.
             finding: What was found in this replica's batch, in words.
+            asks_check: Whether this replica asks all to check their batches.
 
         Returns:
-            The merged calls, the number of samples in the global batch, and the finding of the first replica with one.
+            The merged calls, the number of samples in the global batch, the finding of the first replica with one, and
+            whether any asks for a check.
 
         Raises:
             Exception: What :meth:`merge` raised on any replica.
@@ -235,13 +243,14 @@ class StepLogs:
             mine = error
         replicas: list[Sequence[LogCall]] = []
         total, first = 0, None
-        for calls, samples, found in groups.gather((mine, num_samples, finding), "what a batch has logged"):
+        item = (mine, num_samples, finding, asks_check)
+        for calls, samples, found, asks in groups.gather(item, "what a batch has logged"):
             if isinstance(calls, Exception):
                 raise calls
             replicas.append(calls)
             total += samples
-            first = first or found
-        return merge_calls(replicas, by_batch_size=True), total, first
+            first, asks_check = first or found, asks_check or asks
+        return merge_calls(replicas, by_batch_size=True), total, first, asks_check
 
 
 def replay(module: LightningModule, calls: Sequence[LogCall], batch_size: int) -> None:

@@ -39,6 +39,7 @@ class _Content:
         update_counts: Of the module's metrics.
         nonfinite: Which loss is not finite, of any replica; None for none.
         should_stop: Whether the step has said that training is to stop.
+        unchecked: The part of the batch that has to be checked, if any.
     """
 
     calls: Sequence[LogCall]
@@ -48,6 +49,7 @@ class _Content:
     update_counts: Sequence[int]
     nonfinite: str | None = None
     should_stop: bool = False
+    unchecked: tuple[int, int] | None = None
 
 
 class ReportedBatch(NamedTuple):
@@ -59,6 +61,7 @@ class ReportedBatch(NamedTuple):
         fingerprint: Of the batch that this rank saw; None: it is not compared.
         finite_in: Names the batch and this rank, if its losses have to be finite; None: no check.
         raises: Whether every rank of every pipeline raises that a loss is not finite, in place of telling it.
+        unchecked: The part of it that the last stage asks to be checked; see ``BatchChecks.unchecked_part``.
     """
 
     weights: Sequence[float]
@@ -66,6 +69,7 @@ class ReportedBatch(NamedTuple):
     fingerprint: Fingerprint | None = None
     finite_in: str | None = None
     raises: bool = False
+    unchecked: tuple[int, int] | None = None
 
 
 @dataclass(eq=False)
@@ -81,6 +85,7 @@ class BatchReport:
         metrics: Those of the module, whose counts of updates are sent; None for none.
         trainer: The step may set its ``should_stop``; None: not read.
         nonfinite: Once it is taken up, which loss of the global batch is not finite, in words; None for none.
+        unchecked: Once it is taken up, the part of the batch to check; None for none.
     """
 
     line: MessageLine
@@ -91,6 +96,7 @@ class BatchReport:
     metrics: PipelineMetrics | None = field(default=None, kw_only=True)
     trainer: pl.Trainer | None = field(default=None, kw_only=True)
     nonfinite: str | None = field(default=None, init=False)
+    unchecked: tuple[int, int] | None = field(default=None, init=False)
     _own: Merged | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -125,17 +131,19 @@ class BatchReport:
 
         def produce() -> _Content:
             copies.wait()
-            calls, total, finding = self.logs.merge_over_replicas(
+            calls, total, finding, asks_check = self.logs.merge_over_replicas(
                 self.batch.weights,
                 self.batch.num_samples,
                 self.line.groups,
                 _not_finite(losses, self.batch.finite_in),
+                asks_check=self.batch.unchecked is not None,
             )
             if failure is not None:
                 raise failure
+            unchecked = (self.batch.unchecked or (0, 0)) if asks_check else None
             if finding is not None and self.batch.raises:
                 raise NonFiniteError(finding)
-            return _Content(calls, total, packed, self.batch.fingerprint, counts, finding, should_stop)
+            return _Content(calls, total, packed, self.batch.fingerprint, counts, finding, should_stop, unchecked)
 
         self._message = self.line.send(produce)
 
@@ -156,7 +164,7 @@ class BatchReport:
         """
         assert self._message is not None
         content = self._message.result()
-        self.nonfinite = content.nonfinite
+        self.nonfinite, self.unchecked = content.nonfinite, content.unchecked
         mine, theirs = self.batch.fingerprint, content.fingerprint
         if mine is not None and theirs is not None:
             check_same_batch([mine, theirs], batch_idx)

@@ -66,6 +66,15 @@ class LosesABatch(Late):
         return losses.sum() * 0 if count == 0 else losses.sum() / count
 
 
+class LogsOnTheFirstRank(Late):
+    """The branch has no effect on the loss, and no other rank takes it."""
+
+    def loss(self, h: Tensor, losses: Tensor, are_rare: Tensor) -> Tensor:
+        if self.trainer.is_global_zero and self.global_step >= LATE:
+            self.log("spread", h.detach().square().mean(), rank_zero_only=True)
+        return losses.mean()
+
+
 class AddsAMean(Late):
     def loss(self, h: Tensor, losses: Tensor, are_rare: Tensor) -> Tensor:
         extra = h.square().mean() if self.global_step >= LATE else 0.0
@@ -117,7 +126,7 @@ def test_is_refused_before_its_batch_is_trained(pool: WorkerPool, kind: type[Lat
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("layout", [Layout("1f1b", 2, num_microbatches=4), Layout("zb_v", 2, 2, 2)], ids=str)
-@pytest.mark.parametrize("kind", [LosesABatch, AddsAMean])
+@pytest.mark.parametrize("kind", [LosesABatch, LogsOnTheFirstRank, AddsAMean])
 def test_trains_as_on_one_device_where_it_adds_up(pool: WorkerPool, kind: type[Late], layout: Layout) -> None:
     expected, _ = pool.run(train, kind, None, world_size=1, timeout=60)[0]
     for losses, error in pool.run(train, kind, layout, world_size=layout.world_size, timeout=120):
