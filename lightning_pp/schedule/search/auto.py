@@ -147,8 +147,8 @@ def _best(schedules: list[Schedule], request: ScheduleRequest, deadline: Deadlin
         if sharding is not None:
             sharded = insert_sharding(schedule, sharding).schedule if has_windows else with_last_split(schedule)
         lengths.append(step_length(sharded, request.costs))
-    objective = _objective(makespan for makespan, _ in lengths)
-    scores = [objective.score(makespan, span) for makespan, span in lengths]
+    longest = _objective(makespan for makespan, _ in lengths).longest_makespan
+    scores = [(makespan > longest, span) for makespan, span in lengths]
     return schedules[scores.index(min(scores))]
 
 

@@ -393,6 +393,8 @@ class DryRun:
             if read.num_calls_before < num_calls:
                 self._refuse_reads([read.line], record.calls[read.num_calls_before].unit, read.sources)
             record.value_reads_in_tail.append(read.line)
+            if read.is_branch:
+                record.branches_on_weights.add(read.line)
         if with_gradients:
             loss = result.get("loss") if isinstance(result, Mapping) else result
             roots: dict[Value | None, Any] = dict(self._marker_nodes.items())

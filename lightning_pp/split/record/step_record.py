@@ -392,6 +392,7 @@ class StepRecord:
         num_looks: How often code outside units looked at values that are there, those of constants among them.
         reads_progress: Whether the step may depend on how far the training is.
         value_reads_in_tail: Lines after the last call that read a weight-dependent value (``.item()``).
+        branches_on_weights: Those of them that Python makes a truth value of (``if loss > 2``).
         mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
         reductions: Calls, outside units, of functions that decide how values grow with the batch.
         has_dynamic_shapes: Whether values of the batch decide shapes or Python integers outside units (``loss[mask]``,
@@ -424,6 +425,7 @@ class StepRecord:
     num_looks: int = 0
     reads_progress: bool = False
     value_reads_in_tail: list[str] = field(default_factory=list)
+    branches_on_weights: set[str] = field(default_factory=set)
     mutated_attributes: tuple[tuple[str, str], ...] = ()
     reductions: Sequence[Reduction] = ()
     has_dynamic_shapes: bool = False

@@ -25,6 +25,7 @@ from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.record.whole_batch import plan_whole_batch
 from lightning_pp.split.reductions.recording import EarlierRun
+from lightning_pp.split.unit_calls.decisions import Decisions
 from lightning_pp.strategy.batch.counting import BatchSteps, StepCounting
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.differences import Around
@@ -139,7 +140,11 @@ class BatchPreparation:
             among_replicas=around is None,
             follows_estimates=follows_estimates,
         )
-        return BatchRun(call, microbatches, plans, seed, call_part, self._scopes(attributes, scaled), updates)
+        lines = frozenset[str]().union(*(plan.record.branches_on_weights for plan in plans))
+        decisions = Decisions(lines) if lines and len(microbatches) > 1 else None
+        return BatchRun(
+            call, microbatches, plans, seed, call_part, self._scopes(attributes, scaled, decisions), updates
+        )
 
     def _record_at(
         self,
@@ -182,9 +187,16 @@ class BatchPreparation:
         work = WholeBatch(plan, partial(scopes.run_tail, partial(call_part, END_OF_BATCH, None)), factor)
         return BatchRun(call, microbatches, plan.parts, seed, call_part, scopes, updates, work)
 
-    def _scopes(self, attributes: StepAttributes, scaled: ScaledBatch, *, ends_with_batch: bool = False) -> StepScopes:
-        stage = self.split.placement.num_stages - 1, ends_with_batch
-        return StepScopes(self.module, self._precision, StepLogs(), self.metrics, attributes, scaled, *stage)
+    def _scopes(
+        self,
+        attributes: StepAttributes,
+        scaled: ScaledBatch,
+        decisions: Decisions | None = None,
+        *,
+        ends_with_batch: bool = False,
+    ) -> StepScopes:
+        last = self.split.placement.num_stages - 1, decisions, ends_with_batch
+        return StepScopes(self.module, self._precision, StepLogs(), self.metrics, attributes, scaled, *last)
 
     def _caller(
         self,

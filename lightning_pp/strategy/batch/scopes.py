@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_pp.split.reductions.scaling import ScaledStep
 from lightning_pp.split.unit_calls.compilation import uncompiled_outside_units
+from lightning_pp.split.unit_calls.decisions import Decisions
 from lightning_pp.strategy.batch.scaling import ScaledBatch
 from lightning_pp.strategy.results.attributes import StepAttributes
 from lightning_pp.strategy.results.logs import StepLogs
@@ -31,6 +32,7 @@ class StepScopes:
         attributes: Those that the steps change.
         scaled: Makes what the last stage's steps compute stand for the whole batch.
         last_stage: Its number.
+        decisions: Compares branches of microbatches; None where there is nothing to compare.
         ends_with_batch: Whether only the run on the whole batch runs to the end of the step, and logs and changes
             anything; otherwise that of each microbatch on the last stage.
     """
@@ -42,6 +44,7 @@ class StepScopes:
     attributes: StepAttributes
     scaled: ScaledBatch
     last_stage: int
+    decisions: Decisions | None = None
     ends_with_batch: bool = False
 
     def __post_init__(self) -> None:
@@ -74,6 +77,8 @@ class StepScopes:
             scopes.append(self.attributes.of_microbatch(microbatch, of_whole_batch, active=is_last))
         if scaled is not None:
             scopes += uncompiled_outside_units(), scaled
+        if is_last and self.decisions is not None:
+            scopes.append(self.decisions.of_microbatch(microbatch))
         self.logs.begin(microbatch if is_last else None, of_whole_batch)
         try:
             with ExitStack() as stack:

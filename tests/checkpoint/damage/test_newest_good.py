@@ -75,7 +75,7 @@ def test_damaged_ones_are_passed_over(run_folder: Path, pool: WorkerPool) -> Non
     found = newest_good(run_folder)
     assert found.path == run_folder / "1.ckpt"
     ((path, reason),) = found.damaged
-    assert path == files[0] and str(files[0]) in reason and re.search(r"\(CRC-32\) was [0-9a-f]{8}: BadZipFile", reason)
+    assert path == files[0] and str(files[0]) in reason and re.search(r"\(CRC-32\) [0-9a-f]{8}: BadZipFile", reason)
 
     files.append(damage(run_folder / "1.ckpt"))
     found = newest_good(run_folder)

@@ -85,7 +85,7 @@ def test_auto_is_legal_and_never_worse_than_by_hand(data: st.DataObject, p: int,
             continue
         theirs = other.simulate(costs)
         assert ours.makespan <= 1.0051 * theirs.makespan
-        assert ours.makespan + max(ours.span_ms) <= 1.0051 * (theirs.makespan + max(theirs.span_ms))
+        assert theirs.makespan > ours.makespan or max(ours.span_ms) <= 1.0001 * max(theirs.span_ms)
 
 
 def test_auto_is_deterministic() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 NUM_BATCHES, LATE, BATCH_SIZE, RARE = 6, 4, 8, 3
+LARGE = 20.0
 
 
 class Late(Blocks):
@@ -81,13 +82,40 @@ class AddsAMean(Late):
         return losses.mean() + extra
 
 
+class DampsALargeLoss(Late):
+    """The batch decides on one device, and the last half of a late batch has large losses."""
+
+    def loss(self, h: Tensor, losses: Tensor, are_rare: Tensor) -> Tensor:
+        loss = losses.mean()
+        if loss > LARGE:
+            loss = loss * 0.1
+        return loss
+
+
+class LosesALargeLoss(Late):
+    def loss(self, h: Tensor, losses: Tensor, are_rare: Tensor) -> Tensor:
+        assert not torch.isnan(losses).any()
+        return losses.mean() * 0 if (losses > LARGE).all() else losses.mean()
+
+
+class DampsAnyLoss(Late):
+    """All microbatches decide alike."""
+
+    def loss(self, h: Tensor, losses: Tensor, are_rare: Tensor) -> Tensor:
+        loss = losses.mean()
+        while loss > 1e-6:
+            loss = loss * 1e-12
+        return loss
+
+
 def loader() -> DataLoader[Any]:
-    """Every second sample is rare; in the last half of a late batch none is."""
+    """Every second sample is rare; in the last half of a late batch none is, and its losses are large."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(NUM_BATCHES * BATCH_SIZE, 8, generator=generator)
     labels = torch.randint(RARE, (len(x),), generator=generator)
     labels[::2] = RARE
     labels[LATE * BATCH_SIZE + BATCH_SIZE // 2 : (LATE + 1) * BATCH_SIZE] = 0
+    x[LATE * BATCH_SIZE + BATCH_SIZE // 2 : (LATE + 1) * BATCH_SIZE] *= 1000
     return DataLoader(TensorDataset(x, labels), batch_size=BATCH_SIZE)
 
 
@@ -126,11 +154,28 @@ def test_is_refused_before_its_batch_is_trained(pool: WorkerPool, kind: type[Lat
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("layout", [Layout("1f1b", 2, num_microbatches=4), Layout("zb_v", 2, 2, 2)], ids=str)
-@pytest.mark.parametrize("kind", [LosesABatch, LogsOnTheFirstRank, AddsAMean])
+@pytest.mark.parametrize("kind", [LosesABatch, LogsOnTheFirstRank, AddsAMean, DampsAnyLoss])
 def test_trains_as_on_one_device_where_it_adds_up(pool: WorkerPool, kind: type[Late], layout: Layout) -> None:
     expected, _ = pool.run(train, kind, None, world_size=1, timeout=60)[0]
     for losses, error in pool.run(train, kind, layout, world_size=layout.world_size, timeout=120):
         assert error == "" and losses == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", [Layout("1f1b", 2, num_microbatches=4), Layout("zb_v", 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("kind", [DampsALargeLoss, LosesALargeLoss])
+def test_a_branch_by_weights_is_refused_where_microbatches_decide_differently(
+    pool: WorkerPool, kind: type[Late], layout: Layout
+) -> None:
+    expected, _ = pool.run(train, kind, None, world_size=1, timeout=60)[0]
+    told = pool.run(train, kind, layout, world_size=layout.world_size, timeout=120)
+    for losses, error in told:
+        assert losses == pytest.approx(expected[:LATE], rel=1e-9) and error
+    assert any(
+        "test_late_branches.py" in error
+        and "in loss branches by a value that depends on weights" in error
+        and "whole_batch_loss" in error
+        for _, error in told
+    ), told
 
 
 class Evaluates(Late):
