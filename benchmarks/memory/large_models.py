@@ -116,9 +116,7 @@ def plan() -> dict[str, float]:
             module = make_module(config, vocabulary)
             module.configure_model()
         whole = bytes_of(module)
-        step = recorded_step(
-            module, "training_step", batch_of(vocabulary, 1), [0], precision=Precision(), trains=True, device=device
-        )
+        step = recorded_step(module, "training_step", batch_of(vocabulary, 1), [0], precision=Precision(), trains=True)
         recording = record_model(
             module, device=device, step=step, with_gradients=True, patterns=None, num_stages=NUM_PROCESSES
         )

@@ -85,6 +85,7 @@ make_wrapper: Callable[..., Any] = private("torch.Tensor._make_wrapper_subclass"
 # the function mode on top; None where there is none
 current_function_mode: Callable[[], Any] = private("torch.overrides._get_current_function_mode")
 _pop_function_mode: Any = private("torch.overrides._pop_mode_temporarily")
+without_function_modes: Any = private("torch._C.DisableTorchFunction")
 _dispatch_keys: Any = private("torch._C._dispatch_keys")
 _DEVICE = torch.ops.prim.device.default
 _are_forward_derivatives_on: Callable[[], bool] = private("torch._C._is_fwd_grad_enabled")

@@ -403,7 +403,7 @@ class PipelineEngine:
 
     def _recorded_step(self, call: StepCall, microbatch: Microbatch) -> Callable[[DryRun], Any]:
         step, precision = (self.module, call.step, microbatch.data, call.rest, call.kwargs), self._precision
-        recorded = recorded_step(*step, precision=precision, device=self.device, trains=call.training)
+        recorded = recorded_step(*step, precision=precision, trains=call.training)
 
         def run(dry: DryRun) -> Any:
             with self.gradients.dry():

@@ -85,9 +85,7 @@ class FirstStep:
             microbatches = BatchCutter(options, sizes.pipeline, self.module).cut(self.batch, for_training=True)
         arguments = first_arguments(self.module, "training_step")
         first, precision = microbatches[0].data, self.precision
-        step = recorded_step(
-            self.module, "training_step", first, arguments, precision=precision, device=self.device.here, trains=True
-        )
+        step = recorded_step(self.module, "training_step", first, arguments, precision=precision, trains=True)
         return ModelCutter(
             self.module,
             options,

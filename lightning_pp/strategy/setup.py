@@ -285,9 +285,7 @@ class PipelineSetup:
 
     def _recorded_step(self, step: str, microbatch: Microbatch, arguments: Sequence[Any]) -> Callable[[Any], Any]:
         precision, trains = self._precision, step == "training_step"
-        recorded = recorded_step(
-            self.module, step, microbatch.data, arguments, precision=precision, device=self.device, trains=trains
-        )
+        recorded = recorded_step(self.module, step, microbatch.data, arguments, precision=precision, trains=trains)
         ends_with_batch = self._options.schedule.whole_batch_loss and step != "predict_step"
         return ending_with_batch(recorded) if ends_with_batch else recorded
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_pp.runtime._torch_private import view_base
 from lightning_pp.split.data.tree import leaves_of
 from lightning_pp.strategy._lightning_private import forget_computed, reductions_of
 
@@ -30,6 +31,10 @@ class _Computed:
     value: Any
     compute: Callable[[], Any]
     states: Mapping[str, Any] | None
+
+
+_Part = tuple[Any, ...]
+"""Shape, strides and offset of a view."""
 
 
 class BatchValues:
@@ -67,19 +72,29 @@ class BatchValues:
         Args:
             logged: The tensors that metrics returned in the microbatches, in their order.
         """
-        found = [self._found.get(id(each)) for each in logged]
+        found = [self._find(each) for each in logged]
         each = [item for item in found if item is not None]
-        if len(each) < max(2, len(found)) or len({(id(computed.metric), place) for computed, place in each}) > 1:
+        if len(each) < max(2, len(found)) or len({(id(computed.metric), *where) for computed, *where in each}) > 1:
             return None
-        last, place = each[-1]
-        states = [computed.states for computed, _ in each]
+        last, place, part = each[-1]
+        states = [computed.states for computed, *_ in each]
         if any(state is None for state in states):
             value = last.value
         else:
             with torch.no_grad(), _reduced(last.metric, [state for state in states if state is not None]):
                 value = last.compute()
         leaf = list(leaves_of(value))[place]
-        return leaf.detach() if isinstance(leaf, Tensor) else None
+        if not isinstance(leaf, Tensor):
+            return None
+        return leaf.detach() if part is None else leaf.detach().contiguous().as_strided(*part)
+
+    def _find(self, logged: Tensor | None) -> tuple[_Computed, int, _Part | None] | None:
+        """Whose value ``logged`` is, where it stands there, and which part of that tensor it is (``value[1]``)."""
+        base = None if logged is None else view_base(logged)
+        whole, part = self._found.get(id(logged)), None
+        if whole is None and logged is not None and base is not None and base.is_contiguous():
+            whole, part = self._found.get(id(base)), (logged.shape, logged.stride(), logged.storage_offset())
+        return None if whole is None else (*whole, part)
 
 
 @contextmanager

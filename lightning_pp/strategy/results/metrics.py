@@ -17,8 +17,10 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -27,8 +29,8 @@ from torchmetrics import CatMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
 from lightning_pp.distributed.control import ControlGroups
-from lightning_pp.split._torch_private import without_dispatch_modes
-from lightning_pp.split.data.tree import map_leaves
+from lightning_pp.split._torch_private import without_dispatch_modes, without_function_modes
+from lightning_pp.split.data.tree import leaves_of, map_leaves
 from lightning_pp.split.reductions.scaling import of_whole_batch, values_as_they_are
 from lightning_pp.strategy._lightning_private import (
     computing_locally,
@@ -41,11 +43,8 @@ from lightning_pp.strategy._lightning_private import (
 from lightning_pp.strategy.lightning.patching import InPlaceOf, in_place_of, replaced
 from lightning_pp.strategy.results.batch_values import BatchValues
 
-# What a suspended metric returns, given the metric and all arguments it was called with (none for `compute`).
-Returns = Callable[[Metric, tuple[Any, ...]], Any]
-
-
 _METHODS = ("forward", "update", "compute", "reset")
+_values_without_data: dict[int, Any] = {}  # by the identity of a metric
 
 
 class _Scope(enum.Enum):
@@ -109,12 +108,12 @@ class PipelineMetrics:
 
     def suspended(self) -> AbstractContextManager[None]:
         """:func:`metrics_suspended` for the metrics found by :meth:`attach`, without searching the module again."""
-        return _suspended(self._collected, None) if self._collected else nullcontext()
+        return _suspended(self._collected, _do_nothing) if self._collected else nullcontext()
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
         """In the block, steps update the metrics; afterwards these are as they were before."""
-        copies = copy.deepcopy(self._collected)  # together, so that metrics of a collection share states as before
+        copies = _copies(self._collected)
         self.batch_values = BatchValues()
         try:
             yield
@@ -197,54 +196,91 @@ class PipelineMetrics:
 
 
 def metrics_suspended(
-    module: nn.Module, returns: Returns | None = None, *, on_fakes: bool = False
+    module: nn.Module, on_call: Callable[[tuple[Any, ...]], None] | None = None, *, on_fakes: bool = False
 ) -> AbstractContextManager[None]:
     """In the block, no call reaches the metrics of ``module``, so a step on fake or partial values leaves them alone.
 
     ``forward``, ``update``, ``compute`` and ``reset`` of every :class:`torchmetrics.Metric` and of every
-    :class:`torchmetrics.MetricCollection` are intercepted.
+    :class:`torchmetrics.MetricCollection` are intercepted. ``forward`` and ``compute`` return zeros for the tensors of
+    what ``compute`` returns without data.
 
     Args:
         module: The user's module.
-        returns: Called with the metric and all arguments (keyword arguments last, by value) at every ``forward``,
-            ``update`` and ``compute``; what it returns is what ``forward`` and ``compute`` return. By default a
-            zero on the metric's device.
+        on_call: Called with all arguments (keyword arguments last, by value) of every ``forward``, ``update`` and
+            ``compute``.
         on_fakes: Have ``forward`` of a differentiable metric give what a copy of it makes of its arguments, with their
             graph, in case the step trains through it.
     """
-    return _suspended(_metrics_in(module), returns, on_fakes=on_fakes)
+    return _suspended(_metrics_in(module), on_call or _do_nothing, on_fakes=on_fakes)
 
 
 @contextmanager
 def _suspended(
-    metrics: Iterable[Metric | MetricCollection], returns: Returns | None, *, on_fakes: bool = False
+    metrics: Iterable[Metric | MetricCollection], on_call: Callable[..., None], *, on_fakes: bool = False
 ) -> Iterator[None]:
-    answer = returns or (lambda metric, args: torch.zeros((), device=metric.device))
     with ExitStack() as stack:
         for metric in metrics:
             if isinstance(metric, MetricCollection):
-                replacements = _collection_replacements(metric, answer)
+                replacements = _collection_replacements(metric, on_call)
             else:
-                replacements = _metric_replacements(metric, answer, on_fakes=on_fakes)
+                replacements = _metric_replacements(metric, on_call, on_fakes=on_fakes)
             methods = {name: in_place_of(getattr(metric, name), method) for name, method in replacements.items()}
             stack.enter_context(replaced(metric, **methods))
         yield
 
 
-def _metric_replacements(metric: Metric, answer: Returns, *, on_fakes: bool = False) -> dict[str, Callable[..., Any]]:
-    def respond(*args: Any, **kwargs: Any) -> Any:
-        return answer(metric, (*args, *kwargs.values()))
+def _metric_replacements(
+    metric: Metric, on_call: Callable[..., None], *, on_fakes: bool = False
+) -> dict[str, Callable[..., Any]]:
+    def update(*args: Any, **kwargs: Any) -> None:
+        on_call((*args, *kwargs.values()))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        value = respond(*args, **kwargs)
-        return _value_of_copy(metric, args, kwargs, value) if metric.is_differentiable else value
+        update(*args, **kwargs)
+        value = _value_without_data(metric)
+        return _value_of_copy(metric, args, kwargs, value) if on_fakes and metric.is_differentiable else value
 
     return {
-        "forward": forward if on_fakes else respond,
-        "compute": respond,
-        "update": _silently(respond),
+        "forward": forward,
+        "compute": functools.partial(_value_without_data, metric),
+        "update": update,
         "reset": _do_nothing,
     }
+
+
+def _value_without_data(metric: Metric) -> Any:
+    """What ``compute`` returns after a reset, with zeros for its tensors; a zero where it needs data."""
+    key = id(metric)
+    if key not in _values_without_data:
+        _values_without_data[key] = None
+        weakref.finalize(metric, _values_without_data.pop, key, None)
+        with without_dispatch_modes(), without_function_modes(), warnings.catch_warnings(), suppress(Exception):
+            warnings.simplefilter("ignore")  # torchmetrics warns of a compute without data
+            _values_without_data[key] = _own_copy(metric).compute()
+    value = _values_without_data[key]
+    if value is None:
+        return torch.zeros((), device=metric.device)
+    return _map_tensors(lambda tensor: torch.zeros_like(tensor, device=metric.device), value)
+
+
+def _copies(metrics: list[Any]) -> list[Any]:
+    """Copies that share states where ``metrics`` do. What has a graph keeps it, which :func:`copy.deepcopy` refuses."""
+    tensors = (leaf for metric in metrics for leaf in leaves_of(vars(metric)) if isinstance(leaf, Tensor))
+    with torch.enable_grad():
+        known = {id(tensor): tensor.clone() for tensor in tensors if tensor.grad_fn is not None}
+    return copy.deepcopy(metrics, known)
+
+
+def _own_copy(metric: Metric) -> Metric:
+    """A copy with the methods of its class, that was reset and joins no other rank."""
+    twin: Metric = _copies([metric])[0]
+    for part in twin.modules():
+        if isinstance(part, Metric):
+            for name in ("forward", "reset"):
+                vars(part).pop(name, None)
+            part.sync_on_compute = False
+    twin.reset()
+    return twin
 
 
 def _value_of_copy(metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any], otherwise: Any) -> Any:
@@ -252,37 +288,28 @@ def _value_of_copy(metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not torch.is_grad_enabled():
         return otherwise
     with without_dispatch_modes():  # to a dry run this would be a write into memory that the step was given
-        twin = copy.deepcopy(metric)
-    for name in ("forward", "reset"):
-        vars(twin).pop(name)  # those that stand in for the metric's own
+        twin = _own_copy(metric)
     try:
         twin.reset()  # its states are copies that no operation made; new ones are the step's own
-        with computing_locally(twin):
-            return twin(*args, **kwargs)
+        return twin(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError):
         return otherwise
 
 
-def _collection_replacements(collection: MetricCollection, answer: Returns) -> dict[str, Callable[..., Any]]:
+def _collection_replacements(
+    collection: MetricCollection, on_call: Callable[..., None]
+) -> dict[str, Callable[..., Any]]:
     # A collection's own `update` would group metrics whose states are equal, and before any data most states are.
-    def respond(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    def forward(*args: Any, **kwargs: Any) -> dict[str, Any]:
         metrics: Any = nn.ModuleDict.values(collection)  # its own `values` copies states first
-        return {
-            str(name): answer(metric, (*args, *keywords_for(metric, kwargs).values()))
-            for name, metric in zip(collection.keys(), metrics, strict=True)
-        }
+        for metric in metrics:
+            on_call((*args, *keywords_for(metric, kwargs).values()))
+        return type(collection).compute(collection)  # of metrics that are suspended as well
 
-    return {"forward": respond, "compute": respond, "update": _silently(respond), "reset": _do_nothing}
-
-
-def _silently(respond: Callable[..., Any]) -> Callable[..., None]:
-    def update(*args: Any, **kwargs: Any) -> None:
-        respond(*args, **kwargs)
-
-    return update
+    return {"forward": forward, "compute": forward, "update": forward, "reset": _do_nothing}
 
 
-def _do_nothing() -> None:
+def _do_nothing(*_: Any) -> None:
     pass
 
 

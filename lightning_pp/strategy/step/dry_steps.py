@@ -146,7 +146,6 @@ def recorded_step(
     kwargs: Mapping[str, Any] | None = None,
     *,
     precision: Precision,
-    device: torch.device,
     trains: bool,
 ) -> Callable[[DryRun], Any]:
     """The user's step on one microbatch, for :func:`lightning_pp.split.dry_run.run`.
@@ -161,22 +160,17 @@ def recorded_step(
         rest: What follows the batch in the step's call.
         kwargs: Keyword arguments of the call.
         precision: Its forward context is entered around the step.
-        device: Where the step computes.
         trains: Whether the step has to return a loss.
     """
 
     def run(dry: DryRun) -> Any:
-        def metric_returns(metric: Any, args: tuple[Any, ...]) -> Tensor:
-            dry.need_at_end(args)
-            return torch.zeros((), device=device)
-
         logged: list[str] = []
         with ExitStack() as stack:
             stack.enter_context(collectives_refused(module, step))
             stack.enter_context(precision.forward_context())
             stack.enter_context(logging_to(module, dry.need_at_end, logged.append))
             stack.enter_context(loggers_muted(trainer_of(module), partial(_warn_logger_called, step)))
-            stack.enter_context(metrics_suspended(module, metric_returns, on_fakes=trains))
+            stack.enter_context(metrics_suspended(module, dry.need_at_end, on_fakes=trains))
             if reads_batch_idx(getattr(module, step)):
                 dry.note_progress_read()
             own, shared = dry.own(batch), dict(entries_of(batch, "batch"))

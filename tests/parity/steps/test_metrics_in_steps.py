@@ -22,7 +22,7 @@ from torchmetrics import (
     MetricCollection,
     PearsonCorrCoef,
 )
-from torchmetrics.classification import BinaryAUROC, BinaryF1Score
+from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassAccuracy
 
 LAYOUTS = [Layout("1f1b", 2, 1, 2), Layout("zb_h1", 3, 1, 4)]
 
@@ -87,6 +87,24 @@ def test_the_loss_is_what_a_metric_returns(pool: WorkerPool, layout: Layout, kin
     assert losses[-1] < losses[0] and not doubts
 
 
+class Distances(Metric):
+    """Returns a dict, as those of detection and optical flow do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("total", "large", "number"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, predicted: Tensor, target: Tensor) -> None:
+        distances = (predicted - target).abs()
+        self.total += distances.sum()
+        self.large += (distances > 1).sum()
+        self.number += distances.numel()
+
+    def compute(self) -> dict[str, Tensor]:
+        return {"mean": self.total / self.number, "large": self.large / self.number}
+
+
 class LogsValues(Blocks):
     """Logs what metrics return, whose values on a batch are no means over its microbatches."""
 
@@ -97,6 +115,8 @@ class LogsValues(Blocks):
         self.signs = MetricCollection({"f1": BinaryF1Score(), "auroc": BinaryAUROC()})
         self.mean, self.largest = (kind().set_dtype(torch.float64) for kind in (MeanMetric, MaxMetric))
         self.running = MeanSquaredError(squared=False).set_dtype(torch.float64)
+        self.distances, self.per_class = Distances(), MulticlassAccuracy(2, average=None)
+        self.nested = MetricCollection({"distances": Distances(), "f1": BinaryF1Score()}, prefix="nested_")
         self.seen: list[dict[str, float]] = []
 
     def log_all(self, batch: Any, stage: str) -> Tensor:
@@ -107,6 +127,10 @@ class LogsValues(Blocks):
         for name, metric in self.metrics.items():
             self.log(f"{stage}_{name}", metric(flat, target))
         self.log_dict({f"{stage}_{name}": v for name, v in self.signs(flat.sigmoid(), (target > 0).int()).items()})
+        self.log_dict({f"{stage}_of_{name}": value for name, value in self.distances(predicted, y).items()})
+        self.log(f"{stage}_distance", self.nested(flat, (target > 0).int())["nested_mean"])
+        signs = (torch.stack([-flat, flat], -1), (target > 0).long())
+        self.log(f"{stage}_positive", self.per_class(*signs)[1])
         self.log(f"{stage}_mean", self.mean(flat))
         self.log(f"{stage}_largest", self.largest(flat), on_step=True, on_epoch=False)
         self.running.update(flat, target)
@@ -151,7 +175,7 @@ def test_values_of_metrics_are_logged_as_on_one_device(pool: WorkerPool, schedul
     # some metrics keep float32
     layout = Layout(schedule, 2, 1, 2)
     seen, logged, doubts = check_on_every_rank(pool, logged_values, layout, kind, tolerance=1e-6)
-    assert len(seen) > 1 and len(logged) == 13 and not doubts
+    assert len(seen) > 1 and len(logged) == 21 and not doubts
 
 
 class LogsPercentages(LogsValues):

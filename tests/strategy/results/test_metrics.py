@@ -199,31 +199,20 @@ def test_suspended_metrics_see_nothing() -> None:
     before = states(module)
     with FakeTensorMode():
         prediction, target = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
-    calls: list[tuple[str, int]] = []
-
-    def returns(metric: Metric, args: tuple[Any, ...]) -> Tensor:
-        calls.append((type(metric).__name__, len(args)))
-        return torch.tensor(5.0)
-
-    with metrics_suspended(module, returns):
-        assert module.error(prediction, target=target) == 5.0
-        assert module.error.compute() == 5.0
+    calls: list[int] = []
+    with metrics_suspended(module, lambda args: calls.append(len(args))):
+        assert module.error(prediction, target=target) == 0.0
+        assert module.error.compute() == 0.0
         assert module.error.update(prediction, target) is None
         module.error.reset()
         value = module.collection(prediction, target=target)
-        assert value == {"val/MulticlassPrecision": 5.0, "val/MulticlassRecall": 5.0}
+        assert value == {"val/MulticlassPrecision": 0.0, "val/MulticlassRecall": 0.0}
         assert module.collection.compute().keys() == value.keys()
         module.collection.update(prediction, target)
         module.collection.reset()
         module.extremes.update(prediction, target)
         module.tracker.increment()
-    assert calls[:4] == [
-        ("MeanSquaredError", 2),
-        ("MeanSquaredError", 0),
-        ("MeanSquaredError", 2),
-        ("MulticlassPrecision", 2),
-    ]
-    assert len(calls) == 10
+    assert calls == [2, 2, 2, 2, 0, 0, 2, 2, 2]
     after = states(module)
     assert {name: str(state) for name, state in after.items() if name in before} == {
         name: str(state) for name, state in before.items()
