@@ -87,7 +87,8 @@ def _no_such_name(refused: OmegaConfBaseException, parent: DictConfig, arguments
     what = f"{given}: {section or 'the config'} has no {key}."
     if suggestions:
         return f"{what} Closest names: {', '.join(suggestions)}"
-    return f"{what} Names in {section or 'the config'}: {', '.join(names[:_MOST_NAMES])}"
+    of_class = f". To give its class another argument, write +{given}" if "_target_" in names else ""
+    return f"{what} Names in {section or 'the config'}: {', '.join(names[:_MOST_NAMES])}{of_class}"
 
 
 def _no_such_value(given: str, refused: OmegaConfBaseException) -> str:
