@@ -14,8 +14,12 @@ from command import TINY_RUN, run_forked
         ("trainer.devicez=3", "trainer.devicez=3: trainer has no devicez. Closest names: trainer.devices"),
         ("max_steps=4", "max_steps=4: the config has no max_steps. Closest names: trainer.max_steps"),
         ("modle=byte_gpt", "modle=byte_gpt: the config has no modle. Closest names: mode, model"),
-        ("data.zzz=1", "data.zzz=1: data has no zzz. Names in data: _target_, files, batch_size"),
-        ("data.zzz=1", "To give its class another argument, write +data.zzz=1"),
+        (
+            "data.zzz=1",
+            "data.zzz=1: data has no zzz. Names in data: _target_, files, batch_size, seq_len, num_train_crops, "
+            "num_val_crops, val_fraction, max_bytes, seed, num_workers. To give its class another argument, write "
+            "+data.zzz=1",
+        ),
         (
             "recipe=byte_gpd",
             "recipe=byte_gpd: recipe is one of byte_gpt, causal_lm, gpt2_124m, llama, llama_70b, llama_8b, lora, moe, "
