@@ -99,8 +99,8 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included. A feature pays for its lines by taking others out, so these numbers go down;
 # one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_981,
-    ("strategy",): 13_437,
+    ("split",): 12_969,
+    ("strategy",): 13_496,
     ("cli", "conf", "doctor"): 8_983,
     ("telemetry", "callbacks"): 4_301,
     ("schedule",): 4_900,

@@ -380,7 +380,12 @@ class PipelineEngine:
             run.scopes.logs,
             run.merged,
             batch=ReportedBatch(
-                run.weights, run.num_samples, self._comparison.take(), where, raises, self._checks.unchecked_part(run)
+                run.weights,
+                run.num_samples,
+                self._comparison.take(),
+                where,
+                raises,
+                partial(self._checks.unchecked_part, run),
             ),
             device=self.device,
             metrics=self.metrics,

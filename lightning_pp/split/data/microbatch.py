@@ -222,7 +222,11 @@ def split_batch(batch: Any, num_microbatches: int, batch_dim: BatchDim = None) -
     if num_samples is None:
         if num_microbatches > 1 and batch is not None and not isinstance(batch, (bool, int, float, str)):
             lengths = sample_lengths(batch)
-            why = f"keeps its tensors in attributes ({described(lengths)})" if lengths else "shows no tensor in a container or an attribute"
+            why = (
+                f"keeps its tensors in attributes ({described(lengths)})"
+                if lengths
+                else "shows no tensor in a container or an attribute"
+            )
             raise BatchError(
                 f"A batch of type {type(batch).__name__} {why}, so it cannot be cut along dimension 0 into "
                 f"{num_microbatches} microbatches. Return tensors (in tuples, dicts or dataclasses) from the "

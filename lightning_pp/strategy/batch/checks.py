@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import SplitError, add_note
@@ -26,6 +28,12 @@ from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.parameters.precision import step_dtypes
 from lightning_pp.strategy.step.dry_steps import loggers_muted
 from lightning_pp.strategy.step.progress import trainer_watched
+
+MOST_LATE_CHECKS = 32
+"""Batches with new branches that are checked, for each step; layers that are dropped at random make ever new ones."""
+
+Pair = frozenset[Hashable]
+"""Branches that microbatches of one batch take: one or two of them."""
 
 NUM_CHECKED = {"training_step": 2, "validation_step": 1, "test_step": 1, "predict_step": 1}
 """Batches of a run of the trainer that are checked, by step."""
@@ -52,7 +60,8 @@ class BatchChecks:
     is_on: bool = field(kw_only=True)
     _num_left: dict[str, int] = field(default_factory=dict, init=False)
     _reported: set[str] = field(default_factory=set, init=False)
-    _courses: set[Any] = field(default_factory=set, init=False)
+    _seen: set[tuple[str, Pair]] = field(default_factory=set, init=False)
+    _num_late: Counter[str] = field(default_factory=Counter, init=False)
 
     def start(self) -> None:
         """A run of the trainer begins."""
@@ -76,19 +85,26 @@ class BatchChecks:
     def unchecked_part(self, run: BatchRun) -> tuple[int, int] | None:
         """The part of a batch to check, if a microbatch takes a branch of the step that no check has seen; else None.
 
-        It has microbatches that take the branch beside others, if there are both. The last stage decides, since code of
-        other ranks alone (``if trainer.is_global_zero``) has no effect on the loss.
+        Two branches that no check has seen beside each other are new as well; the part then has both. The last stage
+        decides, since code of other ranks alone (``if trainer.is_global_zero``) has no effect on the loss.
 
         Returns:
             Into how many parts the batch is cut, and which of them it is; 0 parts for the first microbatch.
         """
-        call, courses = run.call, [(run.call.step, plan.record.course) for plan in run.plans]
-        new = [index for index, course in enumerate(courses) if course not in self._courses]
+        call, courses = run.call, run.courses
         is_checked = self.is_on and call.step in NUM_CHECKED and call.training == (call.step == "training_step")
+        new = {pair for pair in _pairs(courses) if (call.step, pair) not in self._seen}
         if not new or not is_checked or (len(courses) == 1 and self.groups.num_replicas == 1):
             return None
-        self._courses.update(courses)
-        return _mixed_part(courses, new)
+        if self._num_late[call.step] == MOST_LATE_CHECKS:
+            return None
+        num_parts, index = _part_with(courses, new)
+        size = len(courses) // max(1, num_parts)
+        self._note_seen(call, courses[index * size : (index + 1) * size])
+        return num_parts, index
+
+    def _note_seen(self, call: StepCall, courses: Sequence[Hashable]) -> None:
+        self._seen.update((call.step, pair) for pair in _pairs(courses))
 
     def check_part(self, run: BatchRun, batch: Any, part: tuple[int, int], seed: int) -> None:
         """Checks the :meth:`unchecked_part` of the last stage; of a replica that has none, its first microbatch.
@@ -103,6 +119,12 @@ class BatchChecks:
                 error, f"Batch {run.call.batch_idx} was checked: {run.call.step} takes a branch in it that is new."
             )
             raise
+        self._num_late[run.call.step] += 1
+        if self._num_late[run.call.step] == MOST_LATE_CHECKS:
+            rank_zero_warn(
+                f"{run.call.step} took branches that no check had seen in {MOST_LATE_CHECKS} batches, and each of "
+                "these batches was checked. What it does for the first time in later batches is not checked."
+            )
 
     def _check_part(
         self,
@@ -139,7 +161,6 @@ class BatchChecks:
             ):
                 stack.enter_context(scope)
             run = preparation.prepare(call, batch, microbatches, seed, 1.0, around=around)
-            self._courses.update((call.step, plan.record.course) for plan in run.plans)
             stack.callback(run.updates.undo)
             stack.enter_context(preparation.metrics.untouched())
             before = {(id(buffer), version_of(buffer)) for _, buffer in preparation.module.named_buffers()}
@@ -148,6 +169,7 @@ class BatchChecks:
             outputs: list[Any] = []
             for indices in each if run.whole is None else [list(range(len(microbatches)))]:
                 outputs += self.forward(run, indices)
+            self._note_seen(call, run.courses)
             moved = {
                 name: buffer.detach().clone()
                 for name, buffer in preparation.module.named_buffers()
@@ -160,15 +182,21 @@ class BatchChecks:
                 return error
 
 
-def _mixed_part(courses: Sequence[Any], new: Sequence[int]) -> tuple[int, int]:
-    """The smallest part of a batch in which some microbatches do what is ``new`` and others do not.
+def _pairs(courses: Iterable[Hashable]) -> set[Pair]:
+    """Each of them, and each two."""
+    different = set(courses)
+    return {frozenset((one, other)) for one in different for other in different}
 
-    Into how many parts the batch is cut for it, and which of them it is; 0 parts where all do the same.
+
+def _part_with(courses: Sequence[Hashable], new: set[Pair]) -> tuple[int, int]:
+    """The smallest part of a batch in which two microbatches take ``new`` branches beside each other.
+
+    Into how many parts the batch is cut for it, and which of them it is; 0 parts where all take the same.
     """
-    number = len(courses)
+    number, two = len(courses), {pair for pair in new if len(pair) > 1}
     for num_parts in (parts for parts in range(number // 2, 0, -1) if number % parts == 0):
         size = number // num_parts
         for first in range(0, number, size):
-            if len(set(courses[first : first + size])) > 1 and any(first <= index < first + size for index in new):
+            if _pairs(courses[first : first + size]) & two:
                 return num_parts, first // size
     return 0, 0

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from lightning_pp.errors import enumerate_names
 from lightning_pp.split.comparison.consistency import Culprit, is_close
 from lightning_pp.split.data.tree import leaves_of
+from lightning_pp.split.unit_calls.decisions import Decisions
 from lightning_pp.strategy.batch.run import BatchRun
 from lightning_pp.strategy.batch.scaling import PER_MICROBATCH
 from lightning_pp.strategy.results.learned import is_number
@@ -88,6 +89,7 @@ class Difference:
         parts: Of the whole, from its parts.
         of_parts: Of each part alone, for a loss.
         is_attribute: Whether it is what the step leaves in an attribute.
+        branch: A line that branches by weights, for a part otherwise than for the whole; empty for none.
     """
 
     what: str
@@ -97,6 +99,7 @@ class Difference:
     parts: float
     of_parts: tuple[float, ...] = ()
     is_attribute: bool = False
+    branch: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,12 +144,23 @@ def tolerance_of(module: nn.Module, compute: torch.dtype | None, device: torch.d
 
 def find_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> list[Difference]:
     """What differs of the loss, changed attributes, logged values and outputs; what ends the run comes first."""
-    return [
+    found = [
         *_loss_differences(step, whole, parts, tolerance),
         *_attribute_differences(step, whole, parts, tolerance),
         *_log_differences(step, whole, parts, tolerance),
         *_output_differences(step, whole, parts, tolerance),
     ]
+    branches = _lines_that_branch_otherwise(whole.run.scopes.decisions, parts.run.scopes.decisions) if found else []
+    return [replace(each, branch=branches[0]) for each in found] if branches else found
+
+
+def _lines_that_branch_otherwise(whole: Decisions | None, parts: Decisions | None) -> list[str]:
+    if whole is None or parts is None:
+        return []
+    (of_whole,) = whole.taken.values() or [frozenset()]
+    results = {line: {result for at, result in of_whole if at == line} for line, _ in of_whole}
+    others = [(line, result) for taken in parts.taken.values() for line, result in taken]
+    return sorted({line for line, result in others if result not in results.get(line, {result})})
 
 
 def _loss_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
@@ -281,6 +295,11 @@ _AS_ONE_BATCH = "num_microbatches=1 on the strategy predicts each batch in one p
 
 
 def _reason(difference: Difference, culprit: Culprit | None, whole_batch: str) -> str:
+    if difference.branch:
+        return (
+            f"{difference.branch} branches by a value that depends on weights. A part takes another branch than the "
+            f"whole, whose value decides on one device. {whole_batch}"
+        )
     if culprit is not None and culprit.unit is not None:
         return (
             f"The samples are coupled in the unit {culprit.unit!r}: its result for a sample depends on the other "

@@ -141,7 +141,7 @@ class BatchPreparation:
             follows_estimates=follows_estimates,
         )
         lines = frozenset[str]().union(*(plan.record.branches_on_weights for plan in plans))
-        decisions = Decisions(lines) if lines and len(microbatches) > 1 else None
+        decisions = Decisions(lines) if lines else None
         return BatchRun(
             call, microbatches, plans, seed, call_part, self._scopes(attributes, scaled, decisions), updates
         )

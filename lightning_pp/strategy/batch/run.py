@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,13 @@ class BatchRun:
     scopes: StepScopes
     updates: RepeatedUpdates
     whole: WholeBatch | None = None
+
+    @property
+    def courses(self) -> list[Hashable]:
+        """For each microbatch which branches of the step it takes; once it has run, those by weights as well."""
+        decisions = self.scopes.decisions
+        taken = {} if decisions is None else decisions.taken
+        return [(plan.record.course, taken.get(index) or None) for index, plan in enumerate(self.plans)]
 
     @property
     def weights(self) -> list[float]:

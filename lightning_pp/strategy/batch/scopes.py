@@ -32,7 +32,7 @@ class StepScopes:
         attributes: Those that the steps change.
         scaled: Makes what the last stage's steps compute stand for the whole batch.
         last_stage: Its number.
-        decisions: Compares branches of microbatches; None where there is nothing to compare.
+        decisions: Notes branches by weights; None where the step has none.
         ends_with_batch: Whether only the run on the whole batch runs to the end of the step, and logs and changes
             anything; otherwise that of each microbatch on the last stage.
     """

@@ -61,7 +61,7 @@ class ReportedBatch(NamedTuple):
         fingerprint: Of the batch that this rank saw; None: it is not compared.
         finite_in: Names the batch and this rank, if its losses have to be finite; None: no check.
         raises: Whether every rank of every pipeline raises that a loss is not finite, in place of telling it.
-        unchecked: The part of it that the last stage asks to be checked; see ``BatchChecks.unchecked_part``.
+        unchecked_part: The part of it to be checked, once the last stage has run it; None for none.
     """
 
     weights: Sequence[float]
@@ -69,7 +69,7 @@ class ReportedBatch(NamedTuple):
     fingerprint: Fingerprint | None = None
     finite_in: str | None = None
     raises: bool = False
-    unchecked: tuple[int, int] | None = None
+    unchecked_part: Callable[[], tuple[int, int] | None] = lambda: None
 
 
 @dataclass(eq=False)
@@ -127,7 +127,7 @@ class BatchReport:
         losses = [copies.copy(loss_of(output)) for output in counted]
         copies.end()
         counts = [] if self.metrics is None else self.metrics.update_counts()
-        should_stop = self.trainer is not None and self.trainer.should_stop
+        should_stop, mine = self.trainer is not None and self.trainer.should_stop, self.batch.unchecked_part()
 
         def produce() -> _Content:
             copies.wait()
@@ -136,11 +136,11 @@ class BatchReport:
                 self.batch.num_samples,
                 self.line.groups,
                 _not_finite(losses, self.batch.finite_in),
-                asks_check=self.batch.unchecked is not None,
+                asks_check=mine is not None,
             )
             if failure is not None:
                 raise failure
-            unchecked = (self.batch.unchecked or (0, 0)) if asks_check else None
+            unchecked = (mine or (0, 0)) if asks_check else None
             if finding is not None and self.batch.raises:
                 raise NonFiniteError(finding)
             return _Content(calls, total, packed, self.batch.fingerprint, counts, finding, should_stop, unchecked)

@@ -15,6 +15,8 @@ from small_models import Blocks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pp.strategy.batch import checks
+
 NUM_BATCHES, LATE, BATCH_SIZE, RARE = 6, 4, 8, 3
 LARGE = 20.0
 
@@ -92,30 +94,31 @@ class DampsALargeLoss(Late):
         return loss
 
 
-class LosesALargeLoss(Late):
-    def loss(self, h: Tensor, losses: Tensor, are_rare: Tensor) -> Tensor:
-        assert not torch.isnan(losses).any()
-        return losses.mean() * 0 if (losses > LARGE).all() else losses.mean()
-
-
 class DampsAnyLoss(Late):
     """All microbatches decide alike."""
 
     def loss(self, h: Tensor, losses: Tensor, are_rare: Tensor) -> Tensor:
         loss = losses.mean()
+        assert not torch.isnan(losses).any()
         while loss > 1e-6:
             loss = loss * 1e-12
         return loss
 
 
-def loader() -> DataLoader[Any]:
-    """Every second sample is rare; in the last half of a late batch none is, and its losses are large."""
+def loader(alone_before: bool = False) -> DataLoader[Any]:
+    """Every second sample is rare; in the last half of a late batch none is, and its losses are large.
+
+    With ``alone_before`` the batch before has no others.
+    """
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(NUM_BATCHES * BATCH_SIZE, 8, generator=generator)
     labels = torch.randint(RARE, (len(x),), generator=generator)
     labels[::2] = RARE
-    labels[LATE * BATCH_SIZE + BATCH_SIZE // 2 : (LATE + 1) * BATCH_SIZE] = 0
-    x[LATE * BATCH_SIZE + BATCH_SIZE // 2 : (LATE + 1) * BATCH_SIZE] *= 1000
+    first = (LATE - 1) * BATCH_SIZE if alone_before else LATE * BATCH_SIZE + BATCH_SIZE // 2
+    for begin in {first, LATE * BATCH_SIZE + BATCH_SIZE // 2}:
+        end = (begin // BATCH_SIZE + 1) * BATCH_SIZE
+        labels[begin:end] = 0
+        x[begin:end] *= 1000
     return DataLoader(TensorDataset(x, labels), batch_size=BATCH_SIZE)
 
 
@@ -129,13 +132,13 @@ class Updates(pl.Callback):
         self.losses.append(float(outputs["loss"]))
 
 
-def train(kind: type[Late], layout: Layout | None) -> tuple[list[float], str]:
+def train(kind: type[Late], layout: Layout | None, alone_before: bool = False) -> tuple[list[float], str]:
     """In a worker: the losses of batches that were trained, and the error that ended it."""
     module, updates = kind(), Updates()
     options: dict[str, Any] = {"precision": "64-true", "callbacks": [updates], "use_distributed_sampler": False}
     run = trainer(1, "auto", **options) if layout is None else trainer(layout.world_size, layout.strategy(), **options)
     try:
-        run.fit(module, loader())
+        run.fit(module, loader(alone_before))
     except Exception as error:
         return updates.losses, f"{error} {getattr(error, '__notes__', '')}"
     return updates.losses, ""
@@ -143,12 +146,24 @@ def train(kind: type[Late], layout: Layout | None) -> tuple[list[float], str]:
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("layout", [Layout("1f1b", 2, num_microbatches=4), Layout("zb_v", 2, 2, 2)], ids=str)
-@pytest.mark.parametrize("kind", [ComparesSamples, ReplacesTheLoss, LosesAMicrobatch, LosesAMicrobatchByNumber])
-def test_is_refused_before_its_batch_is_trained(pool: WorkerPool, kind: type[Late], layout: Layout) -> None:
-    expected, _ = pool.run(train, kind, None, world_size=1, timeout=60)[0]
-    for losses, error in pool.run(train, kind, layout, world_size=layout.world_size, timeout=120):
+@pytest.mark.parametrize(
+    ("kind", "alone_before"),
+    [
+        (ComparesSamples, False),
+        (ReplacesTheLoss, False),
+        *((kind, alone) for kind in (LosesAMicrobatch, DampsALargeLoss) for alone in (False, True)),
+        (LosesAMicrobatchByNumber, False),
+    ],
+)
+def test_is_refused_before_its_batch_is_trained(
+    pool: WorkerPool, kind: type[Late], alone_before: bool, layout: Layout
+) -> None:
+    expected, _ = pool.run(train, kind, None, alone_before, world_size=1, timeout=60)[0]
+    for losses, error in pool.run(train, kind, layout, alone_before, world_size=layout.world_size, timeout=120):
         assert losses == pytest.approx(expected[:LATE], rel=1e-9)
         assert "The loss of training_step" in error and "depends on how the batch is cut" in error, error
+        by_weights = "in loss branches by a value that depends on weights. A part takes another branch than the whole"
+        assert (by_weights in error) == (kind is DampsALargeLoss)
         assert f"Batch {LATE} was checked: training_step takes a branch in it that is new." in error
 
 
@@ -161,21 +176,33 @@ def test_trains_as_on_one_device_where_it_adds_up(pool: WorkerPool, kind: type[L
         assert error == "" and losses == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("layout", [Layout("1f1b", 2, num_microbatches=4), Layout("zb_v", 2, 2, 2)], ids=str)
-@pytest.mark.parametrize("kind", [DampsALargeLoss, LosesALargeLoss])
-def test_a_branch_by_weights_is_refused_where_microbatches_decide_differently(
-    pool: WorkerPool, kind: type[Late], layout: Layout
-) -> None:
-    expected, _ = pool.run(train, kind, None, world_size=1, timeout=60)[0]
-    told = pool.run(train, kind, layout, world_size=layout.world_size, timeout=120)
-    for losses, error in told:
-        assert losses == pytest.approx(expected[:LATE], rel=1e-9) and error
-    assert any(
-        "test_late_branches.py" in error
-        and "in loss branches by a value that depends on weights" in error
-        and "whole_batch_loss" in error
-        for _, error in told
-    ), told
+class DropsLayers(Late):
+    """Its microbatches take ever new branches."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            if torch.rand(()) > 0.2:
+                h = h + torch.tanh(block(h))
+        return h
+
+    def loss(self, h: Tensor, losses: Tensor, are_rare: Tensor) -> Tensor:
+        return losses.mean()
+
+
+def warnings_of_dropped_layers(most: int) -> list[str]:
+    """In a worker: a training in which so many batches with new branches are checked."""
+    torch.manual_seed(3)
+    run = trainer(2, Layout("1f1b", 2, num_microbatches=4).strategy(), precision="64-true")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(checks, "MOST_LATE_CHECKS", most)
+        run.fit(DropsLayers(), loader())
+    return [str(each.message) for each in caught if "no check had seen" in str(each.message)]
+
+
+def test_branches_that_are_always_new_are_checked_a_number_of_times(pool: WorkerPool) -> None:
+    (told,), _ = pool.run(warnings_of_dropped_layers, 2, world_size=2, timeout=60)
+    assert told.startswith("training_step took branches that no check had seen in 2 batches"), told
 
 
 class Evaluates(Late):
