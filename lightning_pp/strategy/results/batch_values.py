@@ -66,11 +66,11 @@ class BatchValues:
             if isinstance(leaf, Tensor):
                 self._found[id(leaf)] = (computed, place)
 
-    def value_of(self, logged: Sequence[Tensor | None]) -> Tensor | None:
+    def value_of(self, logged: Sequence[Any]) -> Tensor | None:
         """The value on the batch of what its microbatches logged; None: a metric did not compute it, or only one did.
 
         Args:
-            logged: The tensors that metrics returned in the microbatches, in their order.
+            logged: What the microbatches logged, in their order.
         """
         found = [self._find(each) for each in logged]
         each = [item for item in found if item is not None]
@@ -88,11 +88,11 @@ class BatchValues:
             return None
         return leaf.detach() if part is None else leaf.detach().contiguous().as_strided(*part)
 
-    def _find(self, logged: Tensor | None) -> tuple[_Computed, int, _Part | None] | None:
+    def _find(self, logged: Any) -> tuple[_Computed, int, _Part | None] | None:
         """Whose value ``logged`` is, where it stands there, and which part of that tensor it is (``value[1]``)."""
-        base = None if logged is None else view_base(logged)
+        base = view_base(logged) if isinstance(logged, Tensor) else None
         whole, part = self._found.get(id(logged)), None
-        if whole is None and logged is not None and base is not None and base.is_contiguous():
+        if whole is None and base is not None and base.is_contiguous():
             whole, part = self._found.get(id(base)), (logged.shape, logged.stride(), logged.storage_offset())
         return None if whole is None else (*whole, part)
 
