@@ -101,8 +101,8 @@ def test_one_layer_makes_process_groups() -> None:
 BUDGETS = {
     ("split",): 12_980,
     ("strategy",): 13_405,
-    ("cli", "conf", "doctor"): 8_982,
-    ("telemetry", "callbacks"): 4_301,
+    ("cli", "conf", "doctor"): 8_936,
+    ("telemetry", "callbacks"): 4_258,
     ("schedule",): 4_900,
     ("planning",): 5_540,
     ("runtime",): 4_596,
