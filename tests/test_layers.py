@@ -99,16 +99,16 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included. A feature pays for its lines by taking others out, so these numbers go down;
 # one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_980,
-    ("strategy",): 13_405,
+    ("split",): 12_941,
+    ("strategy",): 13_334,
     ("cli", "conf", "doctor"): 8_936,
-    ("telemetry", "callbacks"): 4_258,
+    ("telemetry", "callbacks"): 4_228,
     ("schedule",): 4_900,
     ("planning",): 5_540,
-    ("runtime",): 4_596,
-    ("checkpoint",): 3_654,
-    ("sharding",): 3_486,
-    ("distributed",): 2_431,
+    ("runtime",): 4_592,
+    ("checkpoint",): 3_630,
+    ("sharding",): 3_467,
+    ("distributed",): 2_448,
     ("tensor",): 3_080,
     ("verification",): 710,
     ("recipes",): 1_745,
