@@ -1,8 +1,8 @@
 """Private names of other packages. A missing name raises an error at its first use, not at import.
 
 Each layer keeps its private names of a package in one file, such as ``_torch_private.py``;
-``tests/test_private_names.py`` finds others. :func:`private` looks a name up, :func:`uses` marks a function that
-needs one, and :func:`require` checks names that a class overrides.
+``tests/test_private_names.py`` finds others. :func:`private` looks a name up, :func:`reader_of` reads an attribute,
+:func:`uses` marks a function that needs a name, and :func:`require` checks names that a class overrides.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dis
 import inspect
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any, NoReturn, TypeVar
 
@@ -50,6 +51,14 @@ def uses(*paths: str) -> Callable[[_Function], _Function]:
         return function if missing is None else _Missing(missing, (Exception,), {})  # type: ignore[return-value]
 
     return mark
+
+
+def reader_of(path: str) -> Any:
+    """A function of an object of the class in ``path``, which returns its private attribute at the end of ``path``.
+
+    It raises as a function that :func:`uses` has marked.
+    """
+    return uses(path)(attrgetter(path.rpartition(".")[2]))
 
 
 def require(*paths: str) -> None:

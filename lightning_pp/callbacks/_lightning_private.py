@@ -5,13 +5,19 @@ A name that the installed version lacks raises an error at its first use.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.loggers import WandbLogger
 
-from lightning_pp._private_names import uses
+from lightning_pp._private_names import reader_of, uses
+
+# what a logger calls ``wandb.init`` with, once it is used; may be changed until then
+init_arguments: Callable[[WandbLogger], dict[str, Any]] = reader_of("lightning.pytorch.loggers.WandbLogger._wandb_init")
+# the argument ``checkpoint_name`` of a logger
+artifact_name: Callable[[WandbLogger], str | None] = reader_of("lightning.pytorch.loggers.WandbLogger._checkpoint_name")
 
 
 @uses("lightning.pytorch.loops.fit_loop._FitLoop._should_accumulate")
@@ -24,18 +30,6 @@ def accumulates(trainer: pl.Trainer) -> bool:
 def logged_step(trainer: pl.Trainer) -> int:
     """The step under which Lightning logs training metrics."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
-@uses("lightning.pytorch.loggers.WandbLogger._wandb_init")
-def init_arguments(logger: WandbLogger) -> dict[str, Any]:
-    """What ``logger`` calls ``wandb.init`` with, once it is used; may be changed until then."""
-    return logger._wandb_init
-
-
-@uses("lightning.pytorch.loggers.WandbLogger._checkpoint_name")
-def artifact_name(logger: WandbLogger) -> str | None:
-    """The argument ``checkpoint_name`` of ``logger``."""
-    return logger._checkpoint_name
 
 
 @uses("lightning.pytorch.callbacks.RichProgressBar._get_train_description")

@@ -1,4 +1,4 @@
-"""Gathering tensors among the ranks of a group, with gradients.
+"""Gathering among the ranks of a group: tensors with gradients, and objects on the first rank.
 
 torch's own (``torch.distributed.nn.functional.all_gather``) takes ranks of the group for global ones in its backward
 over gloo, and fails in groups that do not begin at rank 0 (torch 2.13).
@@ -6,11 +6,28 @@ over gloo, and fails in groups that do not begin at rank 0 (torch 2.13).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
+
+
+def gather(value: T, group: dist.ProcessGroup | None, rank: int) -> list[T] | None:
+    """Every rank's value on rank 0, None on the others. Every rank of the pipeline has to call it.
+
+    Args:
+        value: This rank's; can be pickled.
+        group: The CPU group of the pipeline; None for a pipeline of one rank.
+        rank: This rank's place in the pipeline.
+    """
+    if group is None:
+        return [value]
+    values: list[Any] | None = [None] * group.size() if rank == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values
 
 
 def gathered(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool) -> Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lightning_pp.distributed.loopback import keep_gloo_on_loopback
-from lightning_pp.doctor.checks import check_titled
+from lightning_pp.doctor.checks import all_checks
 from lightning_pp.doctor.findings import Rank
 from lightning_pp.doctor.sharing import limit_memory
 
@@ -65,7 +65,7 @@ def run_check(title: str, options: Options, folder: Path, shares_device: bool, n
             limit_memory(device, num_ranks)
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (num_ranks if shares_device else here)))
-    check = check_titled(title)
+    check = next(check for check in all_checks() if check.title == title)
     if options.prepare is not None:
         options.prepare(title)
     rank = Rank(int(os.environ["RANK"]), num_ranks, here, device, options.is_quick, folder, note)

@@ -26,7 +26,7 @@ from lightning_pp.doctor.child import LONGEST_S, Options
 from lightning_pp.doctor.findings import Status
 from lightning_pp.doctor.report import print_report, worst_status, write_json
 from lightning_pp.doctor.run import examine
-from lightning_pp.doctor.teams import LauncherTeam, Team, is_launched, team_of
+from lightning_pp.doctor.teams import LauncherTeam, Team, is_launched
 from lightning_pp.versions import version_line
 
 
@@ -55,8 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if asked.share_device is not None:
         team = Team(asked.share_device, shares_device=True)
+    elif is_launched():
+        team = LauncherTeam()
     else:
-        team = team_of(asked.devices if asked.devices or device_type == "cuda" else 2)
+        team = Team(asked.devices or (num_devices if device_type == "cuda" else 2))
     if asked.devices is not None and asked.devices != team.num_ranks:
         parser.error(f"--devices {asked.devices} is not the launcher's {team.num_ranks} processes: leave --devices out")
     options = Options(device_type, asked.only or (), asked.quick, asked.longest)

@@ -10,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 from torch.distributed.rendezvous import rendezvous
@@ -133,12 +132,3 @@ class LauncherTeam(Team):
 def is_launched() -> bool:
     """Whether a launcher has started this process."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
-
-
-def team_of(devices: int | None) -> Team:
-    """The processes of the launcher that has started this one; otherwise this one alone.
-
-    Args:
-        devices: Ranks of each check; None: one for each CUDA device, or two on a CPU. Not with a launcher.
-    """
-    return LauncherTeam() if is_launched() else Team(devices or torch.cuda.device_count() or 2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from lightning_pp._private_names import private, uses
+from lightning_pp._private_names import private, reader_of, uses
 from lightning_pp.split._torch_private import COMPILED_CALL
 
 # whether the backward that runs wants this node; torch.autograd.graph.register_multi_grad_hook stands on it
@@ -21,6 +21,8 @@ will_execute: Callable[[Node], bool] = private("torch._C._will_engine_execute_no
 are_functorch_transforms_active: Callable[[], bool] = private("torch._C._are_functorch_transforms_active")
 # a product of rows with one matrix for each group of them, whatever stands in its place while steps run
 grouped_product: Callable[[Tensor, Tensor, Tensor], Tensor] = private("torch._grouped_mm")
+# the tensor that a tensor is a view of; None if it is none
+view_base: Callable[[Tensor], Tensor | None] = reader_of("torch.Tensor._base")
 _delayed_error: Any = private("torch._C._functions.DelayedError")
 _record_functions: Callable[[bool], None] = private("torch._C._autograd._enable_record_function")
 _run_engine: Callable[..., Any] = private("torch.autograd.graph._engine_run_backward")
@@ -57,12 +59,6 @@ def edge_to(tensor: Tensor) -> GradientEdge:
     """Where the gradient of ``tensor``, which requires one, enters the graph; keeps the graph, and not the tensor."""
     node = tensor.grad_fn
     return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr, None)
-
-
-@uses("torch.Tensor._base")
-def view_base(view: Tensor) -> Tensor | None:
-    """The tensor that ``view`` is a view of; None if it is none."""
-    return view._base
 
 
 @uses("torch.Tensor._backward_hooks", "torch.Tensor._post_accumulate_grad_hooks")

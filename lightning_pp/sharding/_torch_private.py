@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -24,10 +23,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Placement
 from torch.optim import Optimizer
 
-from lightning_pp._private_names import private, uses
+from lightning_pp._private_names import private, reader_of, uses
 
 _graph_task_id: Callable[[], int] = private("torch._C._current_graph_task_id")
-_sequence_number: Callable[[], int] = private("torch.autograd._get_sequence_nr")
+# The number that the next autograd node made in this thread gets. A backward pass visits nodes from high to low numbers
+# as far as dependencies allow.
+next_node_number: Callable[[], int] = private("torch.autograd._get_sequence_nr")
 _from_local: Callable[..., DTensor] = private("torch.distributed.fsdp._fully_shard._fsdp_common._from_local_no_grad")
 _DTensorSpec: Callable[..., Any] = private("torch.distributed.tensor._dtensor_spec.DTensorSpec")
 _TensorMeta: Callable[..., Any] = private("torch.distributed.tensor._dtensor_spec.TensorMeta")
@@ -48,9 +49,7 @@ unscale_all_: Callable[[list[Tensor], Tensor, Tensor], None] = private(
 as_plain_tensors: Callable[[], AbstractContextManager[None]] = private("torch._C.DisableTorchFunctionSubclass")
 
 # The shard of a DTensor that a rank holds, itself: to_local() makes a view of a parameter's.
-shard_itself: Callable[[DTensor], Tensor] = uses("torch.distributed.tensor.DTensor._local_tensor")(
-    attrgetter("_local_tensor")
-)
+shard_itself: Callable[[DTensor], Tensor] = reader_of("torch.distributed.tensor.DTensor._local_tensor")
 
 reduce_scatter, all_gather = dist.reduce_scatter_single, dist.all_gather_single
 
@@ -122,14 +121,6 @@ def backward_pass() -> int | None:
 def call_after_backward(function: Callable[[], None]) -> None:
     """Calls ``function`` at the end of the backward pass that runs now."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def next_node_number() -> int:
-    """The number that the next autograd node made in this thread gets.
-
-    A backward pass visits nodes from high to low numbers as far as dependencies allow.
-    """
-    return _sequence_number()
 
 
 @uses("torch.Tensor._base", "torch.autograd.graph.Node._sequence_nr")

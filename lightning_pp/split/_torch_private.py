@@ -15,7 +15,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from lightning_pp._private_names import private, uses
+from lightning_pp._private_names import private, reader_of, uses
 
 LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 """Where torch reports operations on fakes that fail."""
@@ -84,11 +84,29 @@ is_made_of_others: Callable[[Tensor], bool] = private("torch.utils._python_dispa
 make_wrapper: Callable[..., Any] = private("torch.Tensor._make_wrapper_subclass")
 # the function mode on top; None where there is none
 current_function_mode: Callable[[], Any] = private("torch.overrides._get_current_function_mode")
-_pop_function_mode: Any = private("torch.overrides._pop_mode_temporarily")
-without_function_modes: Any = private("torch._C.DisableTorchFunction")
+# a context in which that mode is off
+without_current_function_mode: Callable[[], AbstractContextManager[Any]] = private(
+    "torch.overrides._pop_mode_temporarily"
+)
+# one in which all function modes are
+without_function_modes: Callable[[], AbstractContextManager[Any]] = private("torch._C.DisableTorchFunction")
 _dispatch_keys: Any = private("torch._C._dispatch_keys")
 _DEVICE = torch.ops.prim.device.default
 _are_forward_derivatives_on: Callable[[], bool] = private("torch._C._is_fwd_grad_enabled")
+
+# The dicts in which a module keeps what it holds itself: parameters, buffers, and hooks around its forward.
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = reader_of("torch.nn.Module._parameters")
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = reader_of("torch.nn.Module._buffers")
+forward_pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = reader_of("torch.nn.Module._forward_pre_hooks")
+forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = reader_of("torch.nn.Module._forward_hooks")
+# what ``module(...)`` runs where it is not compiled: the hooks and ``forward``
+call_of: Callable[[nn.Module], Callable[..., Any]] = reader_of("torch.nn.Module._call_impl")
+# how often a tensor, or what shares its memory, has been written into
+version_of: Callable[[Tensor], int] = reader_of("torch.Tensor._version")
+# name and arguments of an operation, with what it writes into
+schema_of: Callable[[Any], Any] = reader_of("torch._ops.OpOverload._schema")
+# the operation of all overloads that an operation is one of
+overload_packet: Callable[[Any], Any] = reader_of("torch._ops.OpOverload._overloadpacket")
 
 
 def running_autograd_function() -> bool:
@@ -96,59 +114,15 @@ def running_autograd_function() -> bool:
     return not (torch.is_grad_enabled() or _are_forward_derivatives_on() or torch.is_inference_mode_enabled())
 
 
-def without_current_function_mode() -> AbstractContextManager[Any]:
-    """In the block, the function mode on top is off."""
-    popped: AbstractContextManager[Any] = _pop_function_mode()
-    return popped
-
-
-@uses("torch.nn.Module._parameters")
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The parameters that ``module`` itself holds, as the dict that it keeps them in."""
-    return module._parameters
-
-
-@uses("torch.nn.Module._buffers")
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The buffers that ``module`` itself holds, as the dict that it keeps them in."""
-    return module._buffers
-
-
-@uses("torch.nn.Module._forward_pre_hooks")
-def forward_pre_hooks_of(module: nn.Module) -> dict[int, Any]:
-    """The hooks before the forward of ``module``, as the dict that it keeps them in."""
-    return module._forward_pre_hooks
-
-
-@uses("torch.nn.Module._forward_pre_hooks", "torch.nn.Module._forward_hooks")
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether ``module`` has hooks before or after its forward."""
-    return bool(module._forward_pre_hooks or module._forward_hooks)
-
-
-@uses("torch.nn.Module._forward_hooks")
-def forward_hooks_of(module: nn.Module) -> dict[int, Any]:
-    """The hooks after the forward of ``module``, as the dict that it keeps them in."""
-    return module._forward_hooks
+    return bool(forward_pre_hooks_of(module) or forward_hooks_of(module))
 
 
 @uses("torch.nn.Module._forward_pre_hooks_with_kwargs", "torch.nn.Module._forward_hooks_with_kwargs")
 def wants_keywords(module: nn.Module, key: int, *, before: bool) -> bool:
     """Whether the hook ``key`` before or after the forward of ``module`` is shown keyword arguments."""
     return key in (module._forward_pre_hooks_with_kwargs if before else module._forward_hooks_with_kwargs)
-
-
-@uses("torch.nn.Module._call_impl")
-def call_of(module: nn.Module) -> Callable[..., Any]:
-    """What ``module(...)`` runs where it is not compiled: the hooks and ``forward``."""
-    call: Callable[..., Any] = module._call_impl
-    return call
-
-
-@uses("torch.Tensor._version")
-def version_of(tensor: Tensor) -> int:
-    """How often ``tensor``, or what shares its memory, has been written into."""
-    return tensor._version
 
 
 @uses("torch.UntypedStorage._cdata")
@@ -168,18 +142,6 @@ def hold_memory_number(tensor: Tensor) -> object:
 def dispatch_keys_of(tensor: Tensor) -> int:
     """The kinds of dispatch that ``tensor`` takes part in, as bits."""
     return int(_dispatch_keys(tensor).raw_repr())
-
-
-@uses("torch._ops.OpOverload._schema")
-def schema_of(operation: Any) -> Any:
-    """Name and arguments of an operation, with what it writes into."""
-    return operation._schema
-
-
-@uses("torch._ops.OpOverload._overloadpacket")
-def overload_packet(operation: Any) -> Any:
-    """The operation of all overloads that ``operation`` is one of."""
-    return operation._overloadpacket
 
 
 class OpaqueOperation:

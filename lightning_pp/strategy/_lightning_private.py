@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
-from lightning_pp._private_names import private, require, uses
+from lightning_pp._private_names import private, reader_of, require, uses
 
 _PYTORCH = "lightning.pytorch"
 _LOOPS = f"{_PYTORCH}.loops"
@@ -59,6 +59,16 @@ request_dataloader: Callable[..., Any] = private(f"{_CONNECTORS}.data_connector.
 _resolve_overfit_batches: Callable[..., None] = private(f"{_CONNECTORS}.data_connector._resolve_overfit_batches")
 _call_callback_hooks: Callable[..., None] = private(f"{_PYTORCH}.trainer.call._call_callback_hooks")
 _call_lightning_module_hook: Callable[..., Any] = private(f"{_PYTORCH}.trainer.call._call_lightning_module_hook")
+# the trainer that a module is attached to; None without one, where ``module.trainer`` raises
+trainer_of: Callable[[pl.LightningModule], pl.Trainer | None] = reader_of("lightning.pytorch.LightningModule._trainer")
+# what the last ``forward`` of a metric returned; None after an ``update``
+value_on_batch: Callable[[Metric], Any] = reader_of("torchmetrics.Metric._forward_cache")
+# by name of a state of a metric, how those of several processes become one; None: they are stacked
+reductions_of: Callable[[Metric], Mapping[str, Callable[[Any], Any] | None]] = reader_of(
+    "torchmetrics.Metric._reductions"
+)
+# how often a metric was updated since its reset
+update_count: Callable[[Metric], int] = reader_of("torchmetrics.Metric._update_count")
 
 # of these alone type checkers see an import, which they do not take for a name of this file
 __all__ = ["AutomaticOptimization", "DataLoaderSource", "EndOfFit", "NoOptimizer", "ResultCollection"]
@@ -106,12 +116,6 @@ class SubprocessScriptLauncher(_SubprocessScriptLauncher):
             super()._call_children_scripts()
         finally:
             sys.argv[1:] = arguments
-
-
-@uses("lightning.pytorch.LightningModule._trainer")
-def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
-    """The trainer that ``module`` is attached to; None without one, where ``module.trainer`` raises."""
-    return module._trainer
 
 
 @uses("lightning.pytorch.LightningModule._trainer")
@@ -417,12 +421,6 @@ def set_average(callback: WeightAveraging, average: AveragedModel) -> None:
 
 
 @uses("torchmetrics.Metric._forward_cache")
-def value_on_batch(metric: Metric) -> Any:
-    """What the last ``forward`` of ``metric`` returned; None after an ``update``."""
-    return metric._forward_cache
-
-
-@uses("torchmetrics.Metric._forward_cache")
 def set_value_on_batch(metric: Metric, value: Tensor) -> None:
     """Makes ``value`` what the last ``forward`` of ``metric`` returned."""
     metric._forward_cache = value  # type: ignore[assignment] # torchmetrics says None
@@ -440,12 +438,6 @@ def forget_computed(metric: Metric) -> None:
     metric._computed = None
 
 
-@uses("torchmetrics.Metric._reductions")
-def reductions_of(metric: Metric) -> Mapping[str, Callable[[Any], Any] | None]:
-    """By name of a state of ``metric``, how those of several processes become one; None: they are stacked."""
-    return metric._reductions  # type: ignore[return-value]
-
-
 @uses("torchmetrics.Metric._to_sync")
 @contextmanager
 def computing_locally(metric: Metric) -> Iterator[None]:
@@ -456,12 +448,6 @@ def computing_locally(metric: Metric) -> Iterator[None]:
             yield
         finally:
             forget_computed(metric)
-
-
-@uses("torchmetrics.Metric._update_count")
-def update_count(metric: Metric) -> int:
-    """How often ``metric`` was updated since its reset."""
-    return metric._update_count
 
 
 @uses("torchmetrics.Metric._update_count")

@@ -5,7 +5,7 @@ A name that the installed version lacks raises an error at its first use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -13,9 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lightning_pp._private_names import private, uses
+from lightning_pp._private_names import private, reader_of, uses
 
-_get_default_store: Any = private("torch.distributed.distributed_c10d._get_default_store")
+# the key-value store that the process group of all ranks was made with
+job_store: Callable[[], Any] = private("torch.distributed.distributed_c10d._get_default_store")
+# the modules that a module itself holds by name, also one that it holds by two
+children_of: Callable[[nn.Module], Mapping[str, nn.Module | None]] = reader_of("torch.nn.Module._modules")
 _set_timeout: Any = private(
     "torch.distributed.set_timeout",  # since torch 2.15
     "torch.distributed.distributed_c10d._set_pg_timeout",
@@ -24,20 +27,9 @@ _set_timeout: Any = private(
 _SpectralNorm: Any = private("torch.nn.utils.parametrizations._SpectralNorm")
 
 
-def job_store() -> Any:
-    """The key-value store that the process group of all ranks was made with."""
-    return _get_default_store()
-
-
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
     """How long collectives of ``group`` may wait from here on; by default those among all ranks."""
     _set_timeout(timeout, group)
-
-
-@uses("torch.nn.Module._modules")
-def children_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
-    """The modules that ``module`` itself holds by name, also one that it holds by two."""
-    return module._modules
 
 
 @uses("torch.nn.Module._non_persistent_buffers_set")

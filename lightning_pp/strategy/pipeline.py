@@ -22,7 +22,7 @@ from lightning_pp.strategy._lightning_private import (
 )
 from lightning_pp.strategy.checkpoints.averaging import average_own_part
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
-from lightning_pp.strategy.checkpoints.rank_part import rank_part
+from lightning_pp.strategy.checkpoints.rank_part import make_whole, rank_part
 from lightning_pp.strategy.faults.ends import warn_nothing_trained
 from lightning_pp.strategy.lightning.callbacks import adapt_callbacks
 from lightning_pp.strategy.lightning.loggers import warn_folders_left_out
@@ -36,7 +36,6 @@ from lightning_pp.strategy.parameters.optimizers import (
     training_ones,
 )
 from lightning_pp.strategy.parameters.tensor_units import refuse_distributed
-from lightning_pp.strategy.parameters.whole_module import make_whole
 from lightning_pp.strategy.step.data import first_batch
 from lightning_pp.strategy.step.outside_steps import refuse_missing_name
 from lightning_pp.strategy.surroundings import Surroundings

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
@@ -20,14 +21,14 @@ from lightning_pp.checkpoint.storage.location import is_folder
 from lightning_pp.collector import collector_paused
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.schedule import StageCosts
-from lightning_pp.strategy._lightning_private import accumulates
+from lightning_pp.strategy._lightning_private import accumulates, allow_compiled_modules, replace_search_for_last
 from lightning_pp.strategy.checkpoints.averaging import leave_averages_to_strategy
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
-from lightning_pp.strategy.checkpoints.last import LastCheckpoints, find_last_at_urls
+from lightning_pp.strategy.checkpoints.last import LastCheckpoints, last_at_url
 from lightning_pp.strategy.faults.run_watch import RunWatch
 from lightning_pp.strategy.faults.unequal_data import ShortestLoader
 from lightning_pp.strategy.lightning.launcher import RunLauncher
-from lightning_pp.strategy.lightning.plain import take_compiled_modules, with_stages
+from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.options import StrategyOptions
 from lightning_pp.strategy.parameters.finetuning import resume_callbacks
 from lightning_pp.strategy.parameters.precision import agree_on_scale
@@ -39,14 +40,33 @@ if TYPE_CHECKING:
     from lightning_pp.strategy.engine import PipelineEngine
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def with_stages(method: _Method) -> _Method:
+    """Decorates a method of the strategy that is about stages: in a plain run Lightning's own method is called instead.
+
+    A strategy is plain if its attribute ``is_plain`` is true. Lightning's own method is the one that
+    :class:`MeshStrategy` overrides or inherits.
+    """
+
+    @functools.wraps(method)
+    def of_plain_or_piped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.is_plain:
+            return getattr(super(MeshStrategy, self), method.__name__)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return cast(_Method, of_plain_or_piped)
+
+
 class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring stands with the options
     __doc__ = StrategyOptions.__doc__
 
     def _begin(self) -> None:
         """Makes what the strategy consists of, once the options are there."""
         self.options.schedule.source.check_sizes(self._asked_sizes[0])
-        find_last_at_urls()
-        take_compiled_modules()
+        replace_search_for_last(last_at_url)
+        allow_compiled_modules(lambda strategy: isinstance(strategy, MeshStrategy) and strategy.is_plain)
         self.last_checkpoints = LastCheckpoints()
         """Where ``ckpt_path="last"`` has looked."""
         self.runs_no_batch = False

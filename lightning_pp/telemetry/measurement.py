@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pp.distributed.control import ControlGroups
+from lightning_pp.distributed.gathering import gather
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Placement, Schedule
 from lightning_pp.sharding.units.collective_times import CollectiveSums, CollectiveTimes
 from lightning_pp.split.cut.partition import Partition
 from lightning_pp.telemetry.diagnosis.evidence import PlanFacts
-from lightning_pp.telemetry.gathering import gather
 from lightning_pp.telemetry.memory import read_memory_gib, read_peak_memory_gib
 from lightning_pp.telemetry.reading import RankReading, StepPrediction
 from lightning_pp.telemetry.report import Measurements, PipelineReport, StageInfo, StageReport

@@ -25,12 +25,6 @@ def stage_metric(name: str, stage: int | str) -> str:
     return f"pp/{name}/stage_{stage}"
 
 
-def old_stage_metric(name: str) -> str | None:
-    """What :func:`stage_metric` gave for the same up to version 0.1; None if ``name`` is not of a stage."""
-    metric, is_of_stage, stage = name.removeprefix("pp/").rpartition("/stage_")
-    return f"pp_stage_{stage}/{metric}" if is_of_stage else None
-
-
 STAGE_METRICS = (
     Metric("forward_ms", "F of one microbatch"),
     Metric("backward_input_ms", "I of one microbatch; all of the backward where it is not split (B)"),

@@ -121,15 +121,10 @@ def fit(
     num_samples: int = BATCH_SIZE * NUM_BATCHES,
     continuous: bool = False,
     bar: RichProgressBar | None = None,
-    old_names: bool = False,
     **options: Any,
 ) -> tuple[dict[str, Any], PipelineMonitor]:
     """Trains in this process, one of several."""
-    monitor, counts, norms = (
-        PipelineMonitor(every_n_steps, peak_tflops=1e-3, old_metric_names=old_names),
-        Counts(),
-        Norms(),
-    )
+    monitor, counts, norms = PipelineMonitor(every_n_steps, peak_tflops=1e-3), Counts(), Norms()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=pipeline * replicas,
@@ -194,7 +189,6 @@ def fit_replicas(accumulate: int) -> dict[str, Any]:
         schedule="1f1b",
         loggers=[memory],
         every_n_steps=1,
-        old_names=True,
         continuous=True,
         accumulate_grad_batches=accumulate,
         num_samples=2 * BATCH_SIZE * NUM_BATCHES,

@@ -262,9 +262,7 @@ def test_replicas_count_all_samples_and_accumulation_logs_optimizer_steps(pool: 
     assert [step for step, _ in rows] == [0, 1, 2, 3]  # batches 2, 4, 6, and 7, the last
     for _, row in rows:
         names = metric_names(1, absent={"p2p_wait_ms", "sent_bytes"}, has_tokens=False)
-        old = {f"pp_stage_0/{name.split('/')[1]}": name for name in names if name.endswith("/stage_0")}
-        assert set(row) == names | set(old)  # the old names too, as this run asks for them
-        assert {name: row[name] for name in old} == {name: row[new] for name, new in old.items()}
+        assert set(row) == names
         check_plausible(row, num_stages=1)
         assert row["pp/samples_per_s"] * row["pp/step_ms"] / 1e3 == pytest.approx(2 * BATCH_SIZE)
         # every batch gathers, every second one reduces

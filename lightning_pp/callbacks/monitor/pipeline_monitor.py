@@ -26,7 +26,6 @@ from lightning_pp.errors import ConfigurationError
 from lightning_pp.telemetry import RecordedStep
 from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis
 from lightning_pp.telemetry.measurement import FitMeasurement
-from lightning_pp.telemetry.metric_table import old_stage_metric
 from lightning_pp.telemetry.report import PipelineReport
 from lightning_pp.telemetry.timeline.step import Timeline
 
@@ -59,8 +58,6 @@ class PipelineMonitor(Callback):
             trainer's first logger that has one. Without such a logger no files are written.
         peak_tflops: Peak of one device in TFLOP/s, for ``pp/model_flops_utilization``. None: Lightning's figure for the
             GPU and precision; without one the metric is not logged.
-        old_metric_names: Also log metrics of stages under the names of version 0.1, ``pp_stage_{s}/{name}``, for charts
-            that use them. The next release leaves this out.
 
     Attributes:
         report: The measurements of a fit, on global rank 0 after its end; None before that and on other ranks.
@@ -77,7 +74,6 @@ class PipelineMonitor(Callback):
         timeline_every_n_steps: int | None = None,
         timeline_dirpath: str | Path | None = None,
         peak_tflops: float | None = None,
-        old_metric_names: bool = False,
     ) -> None:
         intervals = {
             "every_n_steps": (every_n_steps, "the trainer's log_every_n_steps"),
@@ -95,7 +91,6 @@ class PipelineMonitor(Callback):
         self.log_timeline = log_timeline
         self.timeline_every_n_steps = timeline_every_n_steps
         self.timeline_dirpath = timeline_dirpath
-        self.old_metric_names = old_metric_names
         self._num_logged = 0
         self.report: PipelineReport | None = None
         self._measurement: FitMeasurement | None = None
@@ -157,8 +152,6 @@ class PipelineMonitor(Callback):
             found = measurement.collect()
             if found is not None:
                 metrics = {**found.metrics(self._peak_tflops), **self._of_training(trainer, measurement)}
-                if self.old_metric_names:
-                    metrics |= {old: number for name, number in metrics.items() if (old := old_stage_metric(name))}
                 self._outputs.log_metrics(metrics, logged_step(trainer))
                 self._num_logged += 1
                 if self._num_logged & (self._num_logged - 1) == 0:  # a power of two: tables are files

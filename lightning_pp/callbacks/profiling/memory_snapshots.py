@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_pp.callbacks._lightning_private import accumulates, logged_step
-from lightning_pp.callbacks._torch_private import record_memory, stop_recording_memory, write_memory_snapshot
+from lightning_pp.callbacks._torch_private import dump_snapshot, record_memory_history
 from lightning_pp.callbacks.run_folder import check_ranks, is_chosen, shared_folder, tell_unwritten
 from lightning_pp.errors import ConfigurationError
 
@@ -75,7 +75,7 @@ class MemorySnapshots(Callback):
         folder = shared_folder(trainer, self.dirpath, _FOLDER)
         if is_chosen("MemorySnapshots", self.ranks, trainer.global_rank):
             self._folder = folder
-            record_memory(self.max_entries)
+            record_memory_history(max_entries=self.max_entries)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Writes, if it is time."""
@@ -100,14 +100,14 @@ class MemorySnapshots(Callback):
         path = self._folder / f"rank{trainer.global_rank:04d}.{what}.pickle"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_memory_snapshot(path)
+            dump_snapshot(str(path))
         except Exception as error:
             tell_unwritten(f"The memory snapshot {path}", error)
 
     def _end(self) -> None:
         if self._folder is not None:
             self._folder = None
-            stop_recording_memory()
+            record_memory_history(enabled=None)
 
 
 def ran_out_of_memory(exception: BaseException | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -141,7 +142,7 @@ class PipelineProfiler(Callback):
         set_label(trainer, self._windows.label if self._windows.is_open else None)
 
 
-class _Windows:
+class _Windows(ABC):
     """Windows of batches, one after the other.
 
     Args:
@@ -159,17 +160,17 @@ class _Windows:
         """Whether the next batch is in a window."""
         return self._action_of_batch(self._num_batches) in _RECORDING
 
+    @abstractmethod
     def start(self) -> None:
         """The first batch comes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def next_batch(self) -> None:
         """A batch has ended."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stop(self, *, writes: bool) -> None:
         """No batch comes any more."""
-        raise NotImplementedError
 
 
 class _TraceWindows(_Windows):

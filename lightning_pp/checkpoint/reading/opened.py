@@ -1,7 +1,7 @@
 """A checkpoint between two steps: opened and checked by itself, then loaded into a model.
 
-In between, hooks may edit what was opened: rename, drop, cut or add. A file is :mod:`.opened_file`, a folder
-:mod:`.opened_folder`.
+In between, hooks may edit what was opened: rename, drop, cut or add. A file is a
+:class:`~.open.FileCheckpoint`, a folder a :class:`~.opened_folder.FolderCheckpoint`.
 """
 
 from __future__ import annotations

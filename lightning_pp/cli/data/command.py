@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lightning_pp.cli.data.sources import Source
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.recipes.byte_text import find_files
-from lightning_pp.recipes.encoders import Encoder, find_tokenizer
+from lightning_pp.recipes.encoders import find_tokenizer
 from lightning_pp.recipes.token_files import TokenInfo, TokenWriter
 from lightning_pp.versions import parser_of
 
@@ -68,16 +69,12 @@ def make_tokens(options: argparse.Namespace) -> TokenInfo:
         with _progress_bar() as bar:
             for source in sources:
                 task = bar.add_task(str(source.path), total=source.size, tokens=0)
-                _encode(source, encoder, writer, bar, task)
+                for texts in _chunks(source.documents(partial(bar.advance, task))):
+                    writer.add(encoder.encode(texts))
+                    bar.update(task, tokens=writer.num_tokens)
         return writer.finish(tokenizer=encoder.name, end=encoder.end, sources=[str(path) for path in paths])
     finally:
         writer.close()
-
-
-def _encode(source: Source, encoder: Encoder, writer: TokenWriter, bar: Progress, task: TaskID) -> None:
-    for texts in _chunks(source.documents(lambda size: bar.advance(task, size))):
-        writer.add(encoder.encode(texts))
-        bar.update(task, tokens=writer.num_tokens)
 
 
 def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:

@@ -16,7 +16,7 @@ from lightning_pp.checkpoint.reading.opened import OpenedCheckpoint
 from lightning_pp.checkpoint.storage.folder import checkpoint_at
 from lightning_pp.checkpoint.storage.location import Location, is_remote, is_url
 from lightning_pp.cli.export.module import check_fit, module_of, wrapped_model
-from lightning_pp.cli.export.peft_model import PeftCheckpoint, has_adapter, look_like_peft
+from lightning_pp.cli.export.peft_model import PeftCheckpoint
 from lightning_pp.cli.problems import UserError
 from lightning_pp.errors import CheckpointError, ConfigurationError
 from lightning_pp.versions import parser_of
@@ -77,7 +77,7 @@ def export(options: argparse.Namespace) -> str:
         files.export_safetensors_file(weights, target, overwrite=options.overwrite)
         return _line(weights, target)
     found = _model(opened, source, kind, options)
-    if found is not None and has_adapter(found[1]):
+    if found is not None and getattr(found[1], "peft_config", None):
         return _export_peft(opened, source, target, found, kind, dtype, options)
     if options.merge or options.adapter:
         raise ConfigurationError("--merge and --adapter are for models of PEFT, but the checkpoint does not hold one")
@@ -109,7 +109,7 @@ def _model(
         raise ConfigurationError(
             f"a Hugging Face model directory needs a module that wraps a transformers model, but {why}"
         )
-    if look_like_peft(opened.content["state_dict"]):
+    if any(".base_layer." in name for name in opened.content["state_dict"]):  # as PEFT names layers that it wraps
         raise ConfigurationError(
             "the checkpoint holds a model of PEFT, and from_pretrained does not know its names. So the export needs a "
             f"module that wraps this model, but {why}. Or give a target FILE.safetensors to write the tensors under "

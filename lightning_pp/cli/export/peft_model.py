@@ -18,16 +18,6 @@ from lightning_pp.errors import CheckpointError, ConfigurationError, enumerate_n
 _PEFT_PREFIX = "base_model.model."  # of names in a PeftModel, and in the file of every adapter
 
 
-def has_adapter(model: Any) -> bool:
-    """Whether a transformers model, or what is around it, has adapters of PEFT."""
-    return bool(getattr(model, "peft_config", None))
-
-
-def look_like_peft(names: Mapping[str, Any]) -> bool:
-    """Whether tensors are named as PEFT names those of layers that it wraps."""
-    return any(".base_layer." in name for name in names)
-
-
 class PeftCheckpoint:
     """A checkpoint and the PEFT model in it.
 
@@ -91,8 +81,7 @@ class PeftCheckpoint:
         """Write ``adapter_config.json``, as PEFT's ``save_pretrained`` does."""
         config = copy.deepcopy(self.config)
         config.inference_mode = True
-        if not config.base_model_name_or_path:
-            config.base_model_name_or_path = getattr(self.base, "name_or_path", None) or None
+        config.base_model_name_or_path = self.base_directory
         config.save_pretrained(folder)
 
     @property

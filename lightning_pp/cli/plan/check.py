@@ -45,11 +45,8 @@ from lightning_pp.split.record.source_lines import innermost_user_line
 from lightning_pp.strategy.plan_only import look_at_first_step
 
 
-def run_check(arguments: Sequence[str], console: Console | None = None) -> int:
+def run_check(arguments: Sequence[str], console: Console | None = None) -> None:
     """Checks the class that ``arguments`` name, and prints what was found.
-
-    Returns:
-        The exit code: 0, for what cannot be cut is an error.
 
     Raises:
         UserError: The module cannot be cut, or something asked for cannot be had.
@@ -82,7 +79,6 @@ def run_check(arguments: Sequence[str], console: Console | None = None) -> int:
         else:
             about = "forward, on its example_input_array; training_step was not run, since there is no batch (--batch)"
             look(forward_cutter(module, pipeline, sizes))
-    return 0
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from omegaconf import DictConfig
 
 from lightning_pp.cli.hydra_app.application import run_task
-from lightning_pp.cli.problems import UserError, check_choices, print_problem, refused_by, user_errors
+from lightning_pp.cli.problems import check_choices, refused_by, user_errors
 from lightning_pp.versions import answer_version
 
 _COMMAND = "lightning-pp-plan"
@@ -35,18 +35,12 @@ def main() -> None:
     arguments = sys.argv[1:]
     answer_version(arguments, _COMMAND)
     if "--check" in arguments and _names_a_class(arguments):
-        sys.exit(check_class(arguments))
+        check_class(arguments)
+        return
     with refused_by(_COMMAND):
         check_choices(arguments)
     sys.argv[1:] = [_FLAGS.get(argument, argument) for argument in arguments]
-
-    run_task(_task, "pkg://lightning_pp.conf", "plan", "1.3", _COMMAND)
-
-
-def _task(config: DictConfig) -> None:
-    code = run_plan(config)
-    if code:
-        sys.exit(code)
+    run_task(run_plan, "pkg://lightning_pp.conf", "plan", "1.3", _COMMAND)
 
 
 def _names_a_class(arguments: Sequence[str]) -> bool:
@@ -55,33 +49,24 @@ def _names_a_class(arguments: Sequence[str]) -> bool:
     return bool(following) and "=" not in following[0] and not following[0].startswith(("-", "~"))
 
 
-def check_class(arguments: Sequence[str]) -> int:
-    """``--check package.module:Class ...``; the exit code."""
+def check_class(arguments: Sequence[str]) -> None:
+    """``--check package.module:Class ...``; what cannot be cut ends the process with code 1."""
     from lightning_pp.cli.plan.check import run_check
 
-    try:
-        with user_errors():
-            return run_check(arguments)
-    except UserError as error:
-        print_problem(error, _COMMAND)
-        return 1
+    with refused_by(_COMMAND), user_errors():
+        run_check(arguments)
 
 
-def run_plan(config: DictConfig) -> int:
-    """Makes and prints the plan that ``config`` asks for; the exit code."""
+def run_plan(config: DictConfig) -> None:
+    """Makes and prints the plan that ``config`` asks for; what is wrong with it ends the process with code 1."""
     from lightning_pp.cli.plan.run import make_plan
     from lightning_pp.cli.plan.search.run import search_plans
 
-    try:
-        with user_errors():
-            if config.search:
-                search_plans(config)
-            else:
-                make_plan(config)
-    except UserError as error:
-        print_problem(error, _COMMAND)
-        return 1
-    return 0
+    with refused_by(_COMMAND), user_errors():
+        if config.search:
+            search_plans(config)
+        else:
+            make_plan(config)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,3 @@ from lightning_pp.doctor.findings import Check
 def all_checks() -> list[Check]:
     """In the order in which they run."""
     return [*environment.CHECKS, *channels.CHECKS, *receives.CHECKS, *parity.CHECKS, *failures.CHECKS]
-
-
-def check_titled(title: str) -> Check:
-    """The check of that title."""
-    return next(check for check in all_checks() if check.title == title)

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.sharding._torch_private import all_gather
 from lightning_pp.sharding.units.collective_times import CollectiveClock, TimedCollective
-from lightning_pp.sharding.units.noted_gather import NotedAllGather
 from lightning_pp.split._torch_private import parameters_of
 
 
@@ -243,3 +244,26 @@ def parameter_slots(units: Mapping[str, nn.Module], excluded: Iterable[nn.Parame
             "collective. Cast them to one dtype, or leave those of one dtype out of sharding with `replicated`"
         )
     return slots
+
+
+class NotedAllGather:
+    """For ``FSDPModule.set_custom_all_gather``: gathers as FSDP2 does by itself, and keeps the work handle."""
+
+    def __init__(self) -> None:
+        self._work: dist.Work | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is gathered."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gathers ``input_tensor`` of all ranks into ``output_tensor``."""
+        self._work = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return self._work
+
+    def take_work(self) -> dist.Work | None:
+        """That of the latest gather, once; None if it has ended already or there was none."""
+        work, self._work = self._work, None
+        return work

@@ -22,7 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_pp.checkpoint.content import MODEL, OPTIMIZERS
-from lightning_pp.checkpoint.ownership.added_groups import with_added_groups
+from lightning_pp.checkpoint.ownership.rank_part import with_added_groups
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together, from_root
 from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME
 from lightning_pp.checkpoint.storage.location import is_file, is_folder, is_remote, is_url, locate, naming

@@ -21,7 +21,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_pp.checkpoint.ownership.ranks import Ranks, fail_together_if_several, from_root
 from lightning_pp.checkpoint.storage.folder import TABLE_FILENAME, checkpoint_at
 from lightning_pp.checkpoint.storage.location import Location, is_file, is_folder, is_remote, is_url, locate, names_in
-from lightning_pp.strategy._lightning_private import folder_of, replace_search_for_last
+from lightning_pp.strategy._lightning_private import folder_of
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 
 
@@ -85,12 +85,7 @@ def _target(location: Location) -> str:
     return os.path.realpath(location) if isinstance(location, Path) else str(location)
 
 
-def find_last_at_urls() -> None:
-    """Has each :class:`ModelCheckpoint` of a pipeline find its last checkpoints at URLs; done once for all."""
-    replace_search_for_last(_last_at_url)
-
-
-def _last_at_url(callback: ModelCheckpoint, trainer: pl.Trainer) -> set[str] | None:
+def last_at_url(callback: ModelCheckpoint, trainer: pl.Trainer) -> set[str] | None:
     """The files, and tables of complete folders, that may be the last checkpoint; None where Lightning is to look."""
     if not isinstance(trainer.strategy, MeshStrategy):
         return None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import ModelSummary, ThroughputMonitor
 
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.strategy._lightning_private import throughputs_of
-from lightning_pp.strategy.lightning.summary import summarize_whole_model
+from lightning_pp.strategy._lightning_private import replace_summary, summary_columns, throughputs_of
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[Any]:
@@ -34,3 +33,68 @@ def adapt_callbacks(trainer: pl.Trainer, split: Callable[[], SplitModel], sizes:
                 throughput.world_size = sizes.data_parallel
                 if throughput.available_flops is not None and callback.available_flops is not None:
                     throughput.available_flops = callback.available_flops * sizes.ranks_of_batch
+
+
+class WholeSummary:
+    """The numbers of a model summary, counted while all parameters were there; later this rank may have only a part.
+
+    Args:
+        summary: Lightning's.
+        split: The model as it is cut.
+    """
+
+    def __init__(self, summary: Any, split: SplitModel) -> None:
+        self.total_parameters: int = summary.total_parameters
+        self.trainable_parameters: int = summary.trainable_parameters
+        self.model_size: float = summary.model_size
+        self.total_training_modes: dict[str, int] = summary.total_training_modes
+        self.total_flops: int = summary.total_flops
+        columns = dict(summary_columns(summary))
+        layers = zip(columns["Name"], columns["Type"], strict=True)
+        columns["Type"] = [kind + stages_text(split, name) for name, kind in layers]
+        self._columns = list(columns.items())
+
+    def _get_summary_data(self) -> list[tuple[str, list[str]]]:
+        return self._columns
+
+
+def stages_text(split: SplitModel, name: str) -> str:
+    """The stages that hold parameters of the layer, or units in it: `` (stage 0-2)``; empty for a layer without any."""
+    names = split.fake_parameters.canonical_names
+    found = {stage for each in names if each.startswith(f"{name}.") for stage in split.owners[names[each]]}
+    for unit, stage in split.partition.stage_of_unit.items():
+        if f"{unit}.".startswith(f"{name}.") or f"{name}.".startswith(f"{unit}."):
+            found.add(stage)
+    return f" (stage {_ranges(sorted(found))})" if found else ""
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def summarize_whole_model(trainer: pl.Trainer, split: Callable[[], SplitModel]) -> None:
+    """Has the trainer's summaries show the user's model, and not this rank's part of it.
+
+    Args:
+        trainer: The trainer.
+        split: Gives the model as it is cut by the time of the summary.
+    """
+
+    def of_all(original: Callable[..., Any]) -> Callable[..., WholeSummary]:
+        def summary(*args: Any) -> WholeSummary:
+            fakes = split().fake_parameters
+            # of parameters that are cut, fakes have the whole shape
+            with fakes.all_parameters() if split().tensor is None else fakes.all_fake(lambda fake, name: None):
+                return WholeSummary(original(*args), split())
+
+        return summary
+
+    for callback in getattr(trainer, "callbacks", []):
+        if isinstance(callback, ModelSummary):
+            replace_summary(callback, of_all)

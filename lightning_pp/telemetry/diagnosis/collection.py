@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_pp.distributed.gathering import gather
 from lightning_pp.runtime.split_backward.deferral import WeightGradientQueue
 from lightning_pp.runtime.timing import ActionTimes, StepTimer
 from lightning_pp.schedule import Action, Schedule
 from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis, diagnose
 from lightning_pp.telemetry.diagnosis.evidence import Evidence, RankEvidence
-from lightning_pp.telemetry.gathering import gather
 
 if TYPE_CHECKING:
     from lightning_pp.telemetry.measurement import MeasurablePipeline

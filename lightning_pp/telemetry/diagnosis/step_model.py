@@ -29,12 +29,8 @@ class Arrivals:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
 
-    def after_the_end(self) -> Arrivals:
-        """For actions that do not send early."""
-        return self.with_early_ones(0.0)
-
     def with_early_ones(self, factor: float) -> Arrivals:
-        """With what is sent early so many times as long before the end."""
+        """With what is sent early so many times as long before the end; 0 for actions that do not send early."""
         return Arrivals(
             *(tuple(ms if ms > 0 else ms * factor for ms in times) for times in (self.forward, self.backward))
         )
@@ -93,9 +89,8 @@ class StepModel:
     def with_schedule(self, schedule: Schedule) -> StepModel:
         """Under another schedule on the same placement."""
         changes_kind = schedule.splits_backward and not self.schedule.splits_backward
-        return replace(
-            self, schedule=schedule, arrivals=self.arrivals.after_the_end() if changes_kind else self.arrivals
-        )
+        arrivals = self.arrivals.with_early_ones(0.0) if changes_kind else self.arrivals
+        return replace(self, schedule=schedule, arrivals=arrivals)
 
     def with_costs(self, costs: StageCosts) -> StepModel:
         """With other times of stages."""

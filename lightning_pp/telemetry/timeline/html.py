@@ -13,7 +13,7 @@ from typing import Any
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import ActionKind, Schedule
 from lightning_pp.telemetry.timeline.recorded import RecordedStep
-from lightning_pp.telemetry.timeline.step import NAMES_OF_KINDS, Timeline, compute_actions, sharding_actions
+from lightning_pp.telemetry.timeline.step import NAMES_OF_KINDS, Timeline
 
 # the zero-bubble papers' colours: F blue, I cyan, W green
 COLORS = {
@@ -78,13 +78,15 @@ def page_data(step: Timeline | RecordedStep) -> dict[str, Any]:
 
 
 def _program(schedule: Schedule) -> dict[str, Any]:
-    ranks = range(schedule.placement.num_ranks)
+    def of_ranks(*, computing: bool) -> list[str]:
+        return [" ".join(str(a) for a in program if a.kind.is_compute is computing) for program in schedule.programs]
+
     return {
         "name": schedule.name,
         "num_microbatches": schedule.num_microbatches,
         "rank_of_stage": list(schedule.placement.rank_of_stage),
-        "ranks": [" ".join(map(str, compute_actions(schedule, rank))) for rank in ranks],
-        "sharding": [" ".join(map(str, sharding_actions(schedule, rank))) for rank in ranks],
+        "ranks": of_ranks(computing=True),
+        "sharding": of_ranks(computing=False),
     }
 
 

@@ -121,16 +121,6 @@ class Timeline:
         return cls(schedule, moved(ranks), unit, moved(sharding) if any(sharding) else ())
 
 
-def compute_actions(schedule: Schedule, rank: int) -> list[Action]:
-    """The F, I, W and B of one rank's program."""
-    return [action for action in schedule.programs[rank] if action.kind.is_compute]
-
-
-def sharding_actions(schedule: Schedule, rank: int) -> list[Action]:
-    """All others: UNSHARD, RESHARD, REDUCE, OFFLOAD and RELOAD."""
-    return [action for action in schedule.programs[rank] if not action.kind.is_compute]
-
-
 def _shifted(moment: ActionTimes, by_ms: float) -> ActionTimes:
     return replace(
         moment, asked_ms=moment.asked_ms + by_ms, start_ms=moment.start_ms + by_ms, end_ms=moment.end_ms + by_ms

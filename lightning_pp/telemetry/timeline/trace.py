@@ -28,7 +28,7 @@ def chrome_trace(step: Timeline | RecordedStep) -> str:
     else:
         views = [(_MEASURED_PROCESS, "measured", step.measured), (_PLANNED_PROCESS, "planned", step.planned)]
     # ranks that stood waiting when the step began do so before its first action
-    begins_ms = max(0.0, *(-_first_asked_ms(timeline) for _, _, timeline in views))
+    begins_ms = max([0.0, *(-times[0].asked_ms for *_, timeline in views for times in timeline.ranks if times)])
     trace = _Trace()
     for process, name, timeline in views:
         trace.name_ranks(process, name, timeline)
@@ -115,10 +115,6 @@ class _Trace:
                 arrived_us = _us(begins_ms + moment.start_ms) + _INSIDE_US
                 self._events.append({**about, "ph": "s", "tid": ranks[0], "ts": round(sent_us, 3)})
                 self._events.append({**about, "ph": "f", "bp": "e", "tid": ranks[1], "ts": round(arrived_us, 3)})
-
-
-def _first_asked_ms(timeline: Timeline) -> float:
-    return min((times[0].asked_ms for times in timeline.ranks if times), default=0.0)
 
 
 def _us(milliseconds: float) -> float:

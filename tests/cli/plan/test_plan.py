@@ -388,7 +388,8 @@ def test_the_strategys_own_limit_moves_cuts_as_in_training(pool: WorkerPool) -> 
 def test_mistake_is_one_message_and_exit_code_1(
     overrides: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_plan(plan_config(*overrides)) == 1
+    with pytest.raises(SystemExit, match="1"):
+        run_plan(plan_config(*overrides))
     captured = capsys.readouterr()
     assert "lightning-pp-plan: " in captured.err
     assert said in captured.err
@@ -397,15 +398,18 @@ def test_mistake_is_one_message_and_exit_code_1(
 
 def test_unreadable_or_unfitting_costs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "costs.json"
+
+    def said() -> str:
+        with pytest.raises(SystemExit, match="1"):
+            run_plan(plan_config(f"costs={path}"))
+        return capsys.readouterr().err
+
     path.write_text("{")
-    assert run_plan(plan_config(f"costs={path}")) == 1
-    assert str(path) in capsys.readouterr().err
+    assert str(path) in said()
     StageCosts([1.0, 1.0, 1.0], 1.0, 1.0).to_json(path)
-    assert run_plan(plan_config(f"costs={path}")) == 1
-    assert "are for 3 stages, but 2 ranks have a multiple of 2" in capsys.readouterr().err
+    assert "are for 3 stages, but 2 ranks have a multiple of 2" in said()
     StageCosts([1.0] * 4, 1.0, 1.0).to_json(path)
-    assert run_plan(plan_config(f"costs={path}")) == 1
-    assert "has costs of 4 stages, but the configured pipeline has 2" in capsys.readouterr().err
+    assert "has costs of 4 stages, but the configured pipeline has 2" in said()
 
 
 def test_schedule_that_needs_more_stages_than_there_are_units_is_left_out_with_the_reason() -> None:

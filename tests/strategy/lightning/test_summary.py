@@ -14,7 +14,7 @@ from pool import WorkerPool
 from rich.console import Console
 from small_models import Blocks
 
-from lightning_pp.strategy.lightning.summary import _ranges
+from lightning_pp.strategy.lightning.callbacks import _ranges
 
 
 class Kept(ModelSummary):
