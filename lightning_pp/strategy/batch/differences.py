@@ -221,7 +221,7 @@ def _first_other(whole: Any, parts: Any, tolerance: float) -> tuple[float, float
         bound = max(tolerance, _TOLERANCES.get(leaf.dtype, 0.0)) if isinstance(leaf, Tensor) else tolerance
         scale = float(a.abs().nan_to_num().max()) if a.numel() else 0.0
         # rows go through matrix products of other sizes, so single elements differ by more than a mean does
-        close = torch.isclose(a, b, rtol=0, atol=100 * bound * max(scale, 1e-12), equal_nan=True)
+        close = torch.isclose(a, b, rtol=0, atol=min(100 * bound, 0.5) * max(scale, 1e-12), equal_nan=True)
         if not bool(close.all()):
             where = int((~close).flatten().double().argmax())
             return float(a.flatten()[where]), float(b.flatten()[where])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pp.strategy.batch.differences import tolerance_of
+from lightning_pp.strategy.batch.differences import _first_other, tolerance_of
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 cudnn: Any = torch.backends.cudnn
@@ -48,3 +48,10 @@ def test_it_is_that_of_the_coarsest_dtype() -> None:
     assert tolerance_of(both[1], None, CUDA) == 1e-7
     assert tolerance_of(both, torch.bfloat16, CUDA) == 3e-2
     assert tolerance_of(nn.Module(), None, CPU) == 1e-4
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 1.6), (torch.float32, 1.02)])
+def test_an_output_that_differs_by_half_of_the_largest_is_found_in_any_dtype(dtype: torch.dtype, factor: float) -> None:
+    tolerance, rows = tolerance_of(nn.Module(), dtype, CPU), torch.tensor([1.0, -4.0, 2.0], dtype=dtype)
+    assert _first_other(rows, rows * 1.001, tolerance) is None
+    assert _first_other(rows, rows * factor, tolerance) == pytest.approx((-4.0, -4.0 * factor), rel=0.01)
