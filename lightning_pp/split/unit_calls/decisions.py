@@ -37,7 +37,7 @@ class Decisions:
             yield
         for other, taken in self._earlier.items():
             for line in self._lines:
-                mine, theirs = (list(_at(line, each)) for each in (watch.taken, taken))
+                mine, theirs = ([result for at, result in each if at == line] for each in (watch.taken, taken))
                 for here, there in zip(mine, theirs, strict=False):
                     if here is not there:
                         raise SplitError(
@@ -47,10 +47,6 @@ class Decisions:
                             "strategy, which runs the code after the last unit once on the whole batch."
                         )
         self._earlier[microbatch] = watch.taken
-
-
-def _at(line: str, taken: Taken) -> Iterator[bool]:
-    return (result for at, result in taken if at == line)
 
 
 class _Watch(OutsideUnits):
