@@ -99,7 +99,7 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included. A feature pays for its lines by taking others out, so these numbers go down;
 # one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_926,
+    ("split",): 12_922,
     ("strategy",): 13_331,
     ("cli", "conf", "doctor"): 8_905,
     ("telemetry", "callbacks"): 4_214,
@@ -107,7 +107,7 @@ BUDGETS = {
     ("planning",): 5_524,
     ("runtime",): 4_592,
     ("checkpoint",): 3_625,
-    ("sharding",): 3_453,
+    ("sharding",): 3_447,
     ("distributed",): 2_431,
     ("tensor",): 3_078,
     ("verification",): 710,
