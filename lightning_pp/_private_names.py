@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from operator import attrgetter
 from pkgutil import resolve_name
@@ -109,26 +109,13 @@ def _raise_missing(path: str) -> NoReturn:
 class _Missing(type):
     """The class of stand-ins for missing names. Stand-ins are classes, so that other classes can derive from them."""
 
-    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
-        cls._raise()
+    def _raise(cls, *_: Any, **__: Any) -> NoReturn:
+        # a class derived from a stand-in has another name than what is missing
+        _raise_missing(next(kind.__name__ for kind in reversed(cls.__mro__) if type(kind) is _Missing))
+
+    __call__ = __instancecheck__ = __iter__ = __len__ = __getitem__ = _raise
 
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         cls._raise()
-
-    def __instancecheck__(cls, _: object) -> NoReturn:
-        cls._raise()
-
-    def __iter__(cls) -> Iterator[Any]:
-        cls._raise()
-
-    def __len__(cls) -> int:
-        cls._raise()
-
-    def __getitem__(cls, _: object) -> NoReturn:
-        cls._raise()
-
-    def _raise(cls) -> NoReturn:
-        # a class derived from a stand-in has another name than what is missing
-        _raise_missing(next(kind.__name__ for kind in reversed(cls.__mro__) if type(kind) is _Missing))

@@ -154,6 +154,7 @@ class Run:
     def _summary(self) -> RunSummary:
         trainer: Any = self.trainer  # a connector sets its callbacks
         monitor: Any = next((c for c in trainer.callbacks if getattr(c, "report", None) is not None), None)
+        writers = [c for c in trainer.callbacks if isinstance(c, PredictionWriter)]
         checkpoint_callback = self.trainer.checkpoint_callback
         fitted = self.config.mode is Mode.fit
         checkpoint = getattr(checkpoint_callback, "best_model_path", "") if fitted else ""
@@ -162,14 +163,9 @@ class Run:
             metrics={name: float(value) for name, value in self.trainer.callback_metrics.items()},
             checkpoint=str(checkpoint) if checkpoint else None,
             tracking={name: path for logger in self.trainer.loggers for name, path in _log_folder(logger)},
-            predictions=self._written_predictions(),
+            predictions=writers[0].folder if writers and self.config.mode is Mode.predict else None,
             output_folder=Path(HydraConfig.get().runtime.output_dir),
         )
-
-    def _written_predictions(self) -> Path | None:
-        trainer: Any = self.trainer
-        writers = [c for c in trainer.callbacks if isinstance(c, PredictionWriter)]
-        return writers[0].folder if writers and self.config.mode is Mode.predict else None
 
 
 def _position_of(config: DictConfig) -> Position | None:

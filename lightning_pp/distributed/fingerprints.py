@@ -157,7 +157,8 @@ def _number(leaf: Any, part: int, num_parts: int) -> Any:
         seed = zlib.crc32(f"{leaf.dtype} {leaf.shape}".encode())
         if leaf.dtype.hasobject:
             return _mixed(seed, zlib.crc32(repr(leaf.tolist()).encode()))
-        return _mixed(seed, _number_of_bytes(_part_of_array(leaf, part, num_parts)))
+        raw = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+        return _mixed(seed, _number_of_bytes(raw[_share(raw.size, part, num_parts, unit=8)]))
     if isinstance(leaf, bytes):
         return zlib.crc32(leaf)
     if isinstance(leaf, (str, bool, int, float, complex, np.generic, type(None))):
@@ -202,11 +203,6 @@ def _number_of_tensor(tensor: Tensor, part: int, num_parts: int) -> Any:
     raw = tensor.reshape(-1).view(torch.uint8)
     raw = raw[_share(raw.numel(), part, num_parts, unit=8)]
     return _number_of_bytes(raw.numpy()) if raw.is_cpu else _number_on_device(raw)
-
-
-def _part_of_array(array: np.ndarray, part: int, num_parts: int) -> np.ndarray:
-    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return raw[_share(raw.size, part, num_parts, unit=8)]
 
 
 def _share(length: int, part: int, num_parts: int, unit: int = 1) -> slice:
@@ -266,11 +262,8 @@ def _row_sums(raw: Tensor) -> Tensor:
     """For each row of ``_ROW_WORDS`` words the sum of words times multipliers by place, modulo 2**64."""
     padded = torch.nn.functional.pad(raw, (0, -raw.numel() % (8 * _ROW_WORDS)))  # a copy, so aligned
     rows = padded.view(torch.int64).view(-1, _ROW_WORDS)
-    return (_folded_on_device(rows) * _weights_on(raw.device)).sum(1)
-
-
-def _folded_on_device(words: Tensor) -> Tensor:
-    return words ^ ((words >> 32) & _LOW_HALF)
+    folded = rows ^ ((rows >> 32) & _LOW_HALF)  # as :func:`_folded`
+    return (folded * _weights_on(raw.device)).sum(1)
 
 
 @cache

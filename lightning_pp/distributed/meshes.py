@@ -30,14 +30,10 @@ def make_meshes(device_type: str, sizes: ParallelSizes) -> tuple[DeviceMesh, Dev
         axes[TENSOR_PARALLEL] = sizes.tensor
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     data_parallel = flattened(mesh[HSDP_AXES], DATA_PARALLEL) if has_copies else mesh[DATA_PARALLEL]
-    _destroy_groups_with(mesh, data_parallel, *([same_stages(mesh)] if sizes.tensor > 1 else []))
-    return mesh, data_parallel
-
-
-def _destroy_groups_with(mesh: DeviceMesh, *others: DeviceMesh) -> None:
-    """Has the groups that were made for ``mesh``, and for ``others`` of it, go with it."""
-    groups = [each.get_group(axis) for each in (mesh, *others) for axis in range(each.ndim)]
+    made = [mesh, data_parallel, *([same_stages(mesh)] if sizes.tensor > 1 else [])]
+    groups = [each.get_group(axis) for each in made for axis in range(each.ndim)]
     destroyed_with(mesh, [group for group in groups if group is not dist.group.WORLD])
+    return mesh, data_parallel
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -72,11 +68,5 @@ def groups_of_collectives(mesh: DeviceMesh, data_parallel: DeviceMesh) -> list[d
 def replicating(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks of ``mesh`` as (replicate, shard) with one shard; every rank of it has to call."""
     ranks = mesh.mesh.flatten().unsqueeze(1)
-    return DeviceMesh.from_group(
-        [mesh.get_group(), _single_rank_group()], mesh.device_type, ranks, mesh_dim_names=HSDP_AXES
-    )
-
-
-def _single_rank_group() -> Any:
-    """A group of this rank alone."""
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="one_shard")
+    alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="one_shard")
+    return DeviceMesh.from_group([mesh.get_group(), alone], mesh.device_type, ranks, mesh_dim_names=HSDP_AXES)

@@ -12,7 +12,7 @@ from lightning_pp.planning.memory.limit import Cut, DeviceMemory
 from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.schedule.simulation.simulate import LongestSpans
-from lightning_pp.split.cut.moved_cuts import Places, RowOfUnits, StageTimes, Times, in_batches
+from lightning_pp.split.cut.moved_cuts import Places, RowOfUnits, StageTimes, in_batches
 from lightning_pp.split.cut.partition import Partition, UnitMemory, partition_units
 from lightning_pp.split.cut.unit_costs import UnitCost, calibrated, estimate_unit_costs, stage_costs, weighted
 from lightning_pp.split.head.choice import SplitHead, check_split_head
@@ -217,18 +217,15 @@ class _Steps:
         number = 0
         for batch in in_batches(candidates, min(_MOVES_AT_ONCE, self._spans.most_at_once)):
             times = self._stages.of(batch)
-            simulated = np.flatnonzero(self._least(times) < best)  # spares the simulation of the others
+            # no step is shorter than the work of the rank that has most of it: spares the simulation of many
+            work = times.sum(axis=0)
+            most = np.max([work[:, stages].sum(axis=1) for stages in self._stages_of_ranks], axis=0)
+            simulated = np.flatnonzero(self._num_microbatches * most < best)
             spans = self._spans.of(times[:, simulated])
             for index, time in zip(simulated.tolist(), spans.tolist(), strict=True):
                 if time < best * _WORTH_A_MOVE:
                     yield number + index + 1, batch[index], time
             number += len(batch)
-
-    def _least(self, times: Times) -> Times:
-        """The work of the rank that has most of it, without waiting; no step is shorter."""
-        work = times.sum(axis=0)
-        of_ranks = [work[:, stages].sum(axis=1) for stages in self._stages_of_ranks]
-        return np.asarray(self._num_microbatches * np.max(of_ranks, axis=0))
 
 
 def costs_of_other_cuts(measured: StageCosts, partition: Partition, speeds: Sequence[float]) -> StageCosts:

@@ -24,7 +24,7 @@ from lightning_pp.planning.tensor_parts import TensorRanks
 from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.split.data.microbatch import BatchDim, SplitBatch
 from lightning_pp.split.head.choice import SplitHead
-from lightning_pp.split.unit_calls.units import units_that_hold
+from lightning_pp.split.unit_calls.units import discover_units
 from lightning_pp.tensor.plans import Plan
 
 OnNonFinite = Literal["error", "skip", "ignore"]
@@ -164,7 +164,8 @@ class PipelineOptions:
             return set()
         costs = self.schedule.costs
         measured = [name for names in (costs.units if costs is not None else None) or () for name in names]
-        return units_that_hold(module, [*(self.cut.split_points or ()), *measured])
+        inside = [*(self.cut.split_points or ()), *measured]
+        return {unit for unit in discover_units(module) for name in inside if name.startswith(f"{unit}.")}
 
     def tensor_ranks(self, size: int) -> TensorRanks:
         """How so many ranks share matrices.

@@ -281,7 +281,9 @@ class _Recorder:
             )
         if record.failure is None:
             return record
-        return with_units_not_reached(record, _num_parameters(units), _outside_units(self.fake_parameters, units))
+        in_units = self.fake_parameters.unit_of_parameters(units)
+        outside = set(self.fake_parameters.canonical_names.values()) - set(in_units)
+        return with_units_not_reached(record, _num_parameters(units), outside)
 
     def of(
         self, units: Mapping[str, nn.Module], record: StepRecord, whole: RecordedModel | None = None
@@ -441,11 +443,6 @@ def places_of(recording: RecordedModel, partition: Partition, updates: Updates =
     return Places(partition, _owners(fake_parameters, units, record, partition, direct), frozenset(direct))
 
 
-def parameter_sizes_of(recording: RecordedModel, places: Places) -> tuple[ParameterSize, ...]:
-    """Sizes and places of all parameters, as :func:`~lightning_pp.split.memory.estimate.estimate_memory` takes them."""
-    return parameter_sizes(recording.counted.fake_parameters, recording.units, places.owners, places.direct)
-
-
 def _colocate_averaged_copies(recording: RecordedModel, partition: Partition, updates: Updates) -> Partition:
     """Moves units that the step does not call (an averaged copy of the model) to the stages of what they follow."""
     called = recording.record.first_calls()
@@ -457,11 +454,6 @@ def _colocate_averaged_copies(recording: RecordedModel, partition: Partition, up
         if unit is not None and unit not in called and len(followed) == 1:
             stages[unit] = partition.stage_of_unit[followed.pop()]
     return replace(partition, stage_of_unit=stages)
-
-
-def _outside_units(fake_parameters: FakeParameters, units: Mapping[str, nn.Module]) -> set[str]:
-    """Canonical names of the parameters of no unit."""
-    return set(fake_parameters.canonical_names.values()) - set(fake_parameters.unit_of_parameters(units))
 
 
 def _num_parameters(units: Mapping[str, nn.Module]) -> dict[str, int]:

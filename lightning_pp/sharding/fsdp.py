@@ -85,7 +85,9 @@ class ShardedUnits:
         self.reshard_after_use = reshard_after_use
         self.mp_policy = mp_policy or MixedPrecisionPolicy()
         self._cpu_offload = cpu_offload
-        self._device = _device_of(mesh)
+        self._device = torch.device(mesh.device_type)  # where FSDP2 gathers to
+        if mesh.device_type != "cpu":
+            self._device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
         self._clock = clock or CollectiveClock(self._device)
         self._stream = None if mesh.device_type == "cpu" else torch.Stream(mesh.device_type)
         self._groups: list[UnitGroup] = []
@@ -201,9 +203,11 @@ class ShardedUnits:
             return
         group.held_by.clear()
         self._hooks.free(group)
-        slots = group.trainable_slots()
+        slots = []
         for slot in group.slots:
-            if slot not in slots:
+            if slot.registered.requires_grad:
+                slots.append(slot)
+            else:
                 slot.discard_gradient()
         if not slots:
             return
@@ -311,13 +315,6 @@ class ShardedUnits:
             return self._group_of[unit]
         except KeyError:
             raise ValueError(f"no unit {unit!r} on this rank; it has {', '.join(self._group_of)}") from None
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    """Where FSDP2 gathers to."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def _parameters_in_units(

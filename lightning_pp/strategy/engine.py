@@ -250,11 +250,6 @@ class PipelineEngine:
         self._model.update_hooks.run_postponed()
         return output
 
-    def _skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A batch for which the training step returns None: only its logs and attributes are kept."""
-        if self._run("training_step", args, kwargs, 1.0, trains=False, reduce=False) is not None:
-            raise ConfigurationError(SKIPPED_IN_PART)
-
     def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of one batch; returns what the user's step would have returned for it."""
         return self._run(step, args, kwargs, 1.0, trains=False, reduce=False)
@@ -281,7 +276,10 @@ class PipelineEngine:
                     with self._model.cutter.noted(batch, len(run.microbatches)):
                         self._checks.check_part(run, batch, report.unchecked, self._seed)
                 return output
-        return self._skip(args, kwargs)
+        # training_step returns None for this batch: only its logs and attributes are kept
+        if self._run("training_step", args, kwargs, 1.0, trains=False, reduce=False) is not None:
+            raise ConfigurationError(SKIPPED_IN_PART)
+        return None
 
     def _prepare(self, call: StepCall, batch: Any, factor: float) -> BatchRun:
         """Cuts the batch, and checks it if it is one of the first; losses are multiplied by ``factor``."""

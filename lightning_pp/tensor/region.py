@@ -83,13 +83,11 @@ class Region(TorchFunctionMode):
     @contextmanager
     def entered(self) -> Iterator[None]:
         """In the block, functions pass through here."""
-        OPEN.count += 1
         self._is_open = True
         try:
-            with self:
+            with self.entered_again():
                 yield
         finally:
-            OPEN.count -= 1
             self._is_open = False
             self._copies.clear()
 

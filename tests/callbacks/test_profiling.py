@@ -140,15 +140,13 @@ def test_snapshots_are_written_every_so_often_and_when_memory_runs_out(tmp_path:
 def test_the_flight_recorder_is_set_for_nccl_and_keeps_what_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"):
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/tmp/mine_")
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     record_nccl(tmp_path / "recorder", "cpu:gloo,cuda:nccl")
     assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/recorder/rank_"
-    assert os.environ["TORCH_FR_BUFFER_SIZE"] == os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
-    assert os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == "/tmp/mine_"
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
     assert (tmp_path / "recorder").is_dir()
     with pytest.raises(ConfigurationError, match=r"flight_recorder_dirpath='x'.*over gloo. Leave it out"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 import torch
 from pool import WorkerPool
 from small_models import WIDTH, Stack
-from torch.utils.data import DataLoader
 from trained_parts import largest_difference, loader, make_trainer, together, weights
+from training_script import ResumableLoader
 
 
 class Renamed(Stack):
@@ -118,26 +117,18 @@ def test_weights_only_by_default_and_the_flag_reaches_the_file(pool: WorkerPool,
         assert validated == "validated here"
 
 
-class Placed(DataLoader[Any]):
-    """A loader that starts where it stood, and whose state says which replica it belongs to."""
+class Placed(ResumableLoader):
+    """A loader whose state says which replica it belongs to."""
 
     replica = 0
-    start = 0
-    position = 0
     loaded = -1
 
-    def __iter__(self) -> Iterator[Any]:
-        start, self.start = self.start, 0
-        for index, batch in enumerate(super().__iter__()):
-            if index >= start:
-                self.position = index + 1
-                yield batch
-
     def state_dict(self) -> dict[str, int]:
-        return {"replica": self.replica, "position": self.position}
+        return {"replica": self.replica, **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.loaded, self.start = state["replica"], state["position"]
+        super().load_state_dict(state)
+        self.loaded = state["replica"]
 
 
 def with_dropout(layout: tuple[int, int], folder: Path, path: Path | None) -> tuple[list[float], int]:

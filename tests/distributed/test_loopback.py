@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from listening_script import fit_twice
 from pool import WorkerPool
+from script_runs import run_launched
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 SCRIPT = Path(__file__).with_name("listening_script.py")
@@ -40,22 +37,10 @@ def test_ranks_whose_first_has_the_store_listen_on_the_loopback_interface(pool: 
 @pytest.mark.nightly
 @reads_sockets
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
-def test_ranks_listen_on_the_loopback_interface(launcher: tuple[str, ...], tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
-    environment.pop("GLOO_SOCKET_IFNAME", None)
-    process = subprocess.Popen(
-        [sys.executable, *launcher, str(SCRIPT), str(tmp_path)],
-        cwd=tmp_path,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=200)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, output
+def test_ranks_listen_on_the_loopback_interface(
+    launcher: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    ended = run_launched([*launcher, str(SCRIPT), str(tmp_path)], tmp_path)
+    assert ended.code == 0, ended.output
     check_addresses(tmp_path)

@@ -299,13 +299,10 @@ def save_bad_weights(folder: Path, sharded: bool, mode: str) -> tuple[str, str] 
     )
     keeper = pl.callbacks.ModelCheckpoint(folder, "kept", every_n_train_steps=1, enable_version_counter=False)
     trainer = pl.Trainer(
-        accelerator="cpu",
+        **{**QUIET, "enable_checkpointing": True},
         devices=2,
         strategy=strategy,
         max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[Breaks(), keeper],
         limit_train_batches=2,
     )

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from parity_run import QUIET
 from pool import WorkerPool
 from script_runs import losses, run_script, when_batches_are_done
 from training_script import BATCHES_PER_EPOCH, Losses, Regression, loader
@@ -22,13 +23,9 @@ from lightning_pp import PipelineParallelStrategy
 
 def fit(folder: Path, devices: int = 1, ckpt_path: Path | None = None, **options: Any) -> None:
     trainer = pl.Trainer(
-        accelerator="cpu",
+        **QUIET,
         devices=devices,
         strategy="auto" if devices == 1 else PipelineParallelStrategy(num_microbatches=2, check_first_batches=False),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[Losses(folder)],
         **{"max_epochs": 3, **options},
     )

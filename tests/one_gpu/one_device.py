@@ -50,12 +50,12 @@ def take_place(device_type: str) -> Rank:
     return Rank(number, num_ranks, 1, device, is_quick=True, folder=folder, note=lambda text: None)
 
 
-def placed(device_type: str, num_ranks: int) -> dict[str, int]:
+def placed(device_type: str, num_ranks: int) -> dict[str, Any]:
     """In a worker: where a Trainer is to put the ranks; on the first CUDA device if there is not one for each."""
     if device_type == "cpu" or torch.cuda.device_count() >= num_ranks:
-        return {"devices": num_ranks}
+        return {"accelerator": device_type, "devices": num_ranks}
     take_place(device_type)
-    return {"devices": 1, "num_nodes": num_ranks}
+    return {"accelerator": device_type, "devices": 1, "num_nodes": num_ranks}
 
 
 def moved_apart(rank: Rank, module: Chain, plain: Chain, data: Sequence[Batch], **options: Any) -> tuple[float, str]:

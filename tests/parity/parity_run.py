@@ -195,7 +195,7 @@ def whole_weights(module: torch.nn.Module) -> dict[str, Tensor]:
     weights = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor = parameter.detach()
-        weights[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+        weights[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
     return weights
 
 

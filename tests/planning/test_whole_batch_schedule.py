@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from layouts import choose_layout, recorded_training
-from lightning.pytorch import Callback
-from lightning_utilities.core import rank_zero
-from pipelined_fit import loader, trainer
 from pool import WorkerPool
-from small_models import Blocks
+from test_tuned_schedule import run as run_and_tell
 from torch import Tensor, nn
 
 from lightning_pp import PipelineParallelStrategy
@@ -39,28 +35,10 @@ CSV = "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1I0,1F1,1W0,1B1,1F2,1B2\n"
 # ---------------------------------------------------------------- in training
 
 
-class Programs(Callback):
-    """Keeps the schedule of every training batch."""
-
-    def __init__(self) -> None:
-        self.schedules: list[Schedule] = []
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.schedules.append(trainer.strategy.engine.last_training_step[0])
-
-
 def run(options: dict[str, Any], devices: int = 2) -> tuple[list[Schedule], str]:
     """In a worker: trains two epochs of batches of 5, 5 and 2 samples; the schedules, and what was logged."""
-    strategy = PipelineParallelStrategy(pipeline_parallel_size=devices, **options, check_first_batches=False)
-    programs, lines = Programs(), []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    rank_zero.log.addHandler(handler)
-    try:
-        trainer(devices, strategy, max_epochs=2, callbacks=[programs]).fit(Blocks(), loader(12, 5))
-    finally:
-        rank_zero.log.removeHandler(handler)
-    return programs.schedules, "\n".join(lines)
+    found = run_and_tell({"pipeline_parallel_size": devices, **options}, devices=devices)
+    return found["schedules"], found["said"]
 
 
 def forwards_come_first(schedule: Schedule) -> bool:

@@ -44,12 +44,9 @@ class FitDiagnosis:
 
         A failed diagnosis is only a warning; it fails on rank 0, after the gather.
         """
+        num_workers = getattr(self._trainer.train_dataloader, "num_workers", None)
         try:
-            return self._window.diagnose(self._num_workers())
+            return self._window.diagnose(num_workers if isinstance(num_workers, int) else None)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             rank_zero_warn(f"The diagnosis failed with {type(error).__name__}: {error}. Training continues.")
             return None
-
-    def _num_workers(self) -> int | None:
-        number = getattr(self._trainer.train_dataloader, "num_workers", None)
-        return number if isinstance(number, int) else None

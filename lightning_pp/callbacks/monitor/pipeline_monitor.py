@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pp.callbacks._lightning_private import accumulates, logged_step
-from lightning_pp.callbacks.monitor.bar_numbers import BarNumbers
 from lightning_pp.callbacks.monitor.diagnosis import FitDiagnosis
-from lightning_pp.callbacks.monitor.loader_wait import LoaderWait
+from lightning_pp.callbacks.monitor.in_trainer import BarNumbers, LoaderWait
 from lightning_pp.callbacks.monitor.logger_outputs import LoggerOutputs
 from lightning_pp.callbacks.monitor.run_facts import known_peak_tflops, run_facts
 from lightning_pp.callbacks.monitor.timelines import write_timeline

@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 import lightning.pytorch as pl
@@ -52,12 +53,8 @@ def known_peak_tflops(device: torch.device, trainer: pl.Trainer) -> float | None
 
     It raises, or warns, of devices that it does not know; both are nothing to a training.
     """
-    if device.type == "cpu":
-        return None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            flops = get_available_flops(device, dtype_of_precision(trainer.precision))
-    except Exception:
-        return None
-    return None if flops is None else flops / 1e12
+    with warnings.catch_warnings(), suppress(Exception):
+        warnings.simplefilter("ignore")
+        flops = get_available_flops(device, dtype_of_precision(trainer.precision))
+        return None if flops is None else flops / 1e12
+    return None

@@ -24,9 +24,7 @@ from lightning_pp.checkpoint.storage.torch_storage import NamingReader
 from lightning_pp.errors import CheckpointError
 
 
-def load_weights(
-    path: str | os.PathLike[str], part: RankPart, *, strict: bool = True, weights_only: bool | None = None
-) -> None:
+def load_weights(path: str | os.PathLike[str], part: RankPart, *, strict: bool = True) -> None:
     """Load named tensors into this rank's part of the module; it reads what it owns. Collective over all ranks.
 
     The names may lack a prefix that all of the model's have, as those of a Hugging Face model inside a LightningModule
@@ -38,7 +36,6 @@ def load_weights(
             root's counts.
         part: What this rank holds; parameters and all buffers are overwritten in place, optimizers are left alone.
         strict: Whether names that are missing in the file or in the model are errors.
-        weights_only: As in ``torch.load``; None is True.
 
     Raises:
         CheckpointError: On all ranks: the weights are missing or damaged, or do not fit the model.
@@ -47,18 +44,16 @@ def load_weights(
     path = from_root(str(path), ranks)
     with fail_together():
         location = folder.checkpoint_at(path)
-        found, reader = _open(location, weights_only, ranks.share)
+        found, reader = _open(location, ranks.share)
         saved = _by_name_of_model(found, part.catalog)
         check_model(location, saved, part.catalog, part.destinations().keys(), strict)
     load_state(saved, part, reader)
 
 
-def _open(
-    path: Location, weights_only: bool | None, share: tuple[int, int]
-) -> tuple[Mapping[str, Any], NamingReader | None]:
+def _open(path: Location, share: tuple[int, int]) -> tuple[Mapping[str, Any], NamingReader | None]:
     if is_folder(path):
         if folder.is_sharded_checkpoint(path):
-            opened = FolderCheckpoint.open(path, weights_only, check_files=True)
+            opened = FolderCheckpoint.open(path, None, check_files=True)
             return opened.content[MODEL], opened.reader
         if any(name.endswith(".safetensors") for name in file_sizes(path)):
             return map_folder(path), None
@@ -72,7 +67,7 @@ def _open(
         )
     if path.suffix == ".safetensors":
         return map_safetensors(path), None
-    content = read_file(path, weights_only, mmap=True, share=share)
+    content = read_file(path, None, mmap=True, share=share)
     found = content.get(MODEL, content) if isinstance(content, Mapping) else None
     if not isinstance(found, Mapping) or not any(isinstance(value, torch.Tensor) for value in found.values()):
         raise CheckpointError(f"{path} holds no tensors by name; give a state_dict, a checkpoint or safetensors")

@@ -61,7 +61,11 @@ class Comparison:
 
     def settings(self) -> dict[str, tuple[Any, Any]]:
         """What was set differently: dotted name to both values; None where a run has no such name."""
-        first, second = (dict(_without_folder(run)) for run in (self.first, self.second))
+        first, second = (
+            # but not those that name the run's own folder
+            {name: value for name, value in _flat(run.content["config"]) if run.content["folder"] not in str(value)}
+            for run in (self.first, self.second)
+        )
         names = [*first, *(name for name in second if name not in first)]
         return {
             name: (first.get(name), second.get(name))
@@ -97,7 +101,10 @@ class Comparison:
         rows = [_rows(run) for run in (self.first, self.second)]
         if rows[0] == rows[1] or 0 in rows:
             return None
-        by_row = [_work_ms(run) / its for run, its in zip((self.first, self.second), rows, strict=True)]
+        by_row = [
+            sum(stage.forward_ms + stage.backward_input_ms + stage.backward_weight_ms for stage in run.stages) / its
+            for run, its in zip((self.first, self.second), rows, strict=True)
+        ]
         few, many = (0, 1) if rows[0] < rows[1] else (1, 0)
         speed = by_row[many] / by_row[few]
         if abs(1 - speed) < _LEAST_DIFFERENCE_IN_SPEED:
@@ -119,12 +126,6 @@ class Comparison:
         }
 
 
-def _without_folder(run: RunFile) -> Iterator[tuple[str, Any]]:
-    """The settings of a run by dotted name, without those that name its own folder."""
-    folder = run.content["folder"]
-    return ((name, value) for name, value in _flat(run.content["config"]) if folder not in str(value))
-
-
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(tree, Mapping) and tree:
         for name, value in tree.items():
@@ -138,8 +139,3 @@ def _rows(run: RunFile) -> int:
     pipeline = run.pipeline
     samples_of_a_step = float(pipeline["samples_per_s"] * pipeline["step_ms"] / 1e3)
     return round(samples_of_a_step / int(pipeline["num_microbatches"]))
-
-
-def _work_ms(run: RunFile) -> float:
-    """What one microbatch takes all stages."""
-    return sum(stage.forward_ms + stage.backward_input_ms + stage.backward_weight_ms for stage in run.stages)

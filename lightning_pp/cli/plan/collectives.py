@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.planning.hardware.links import Links
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.schedule import Action, ActionKind, Schedule, ShardedProgram, Sharding, StageCosts, insert_sharding
+from lightning_pp.schedule import ActionKind, Schedule, ShardedProgram, Sharding, StageCosts, insert_sharding
 from lightning_pp.split.memory.state_memory import ParameterSize, StateSizes
 
 
@@ -92,16 +90,12 @@ class Collectives:
                 backward_input[stage] = max(backward_input[stage], one_use)
         with_them = replace(costs, forward=forward, backward_input=backward_input, gather=gather, reduce=self.reduce)
         simulation = sharded.schedule.simulate(with_them)
-        own_times = map(_own_time, simulation.programs, simulation.start_ms, simulation.end_ms, repeat(gather))
-        return max(without, *own_times)
-
-
-def _own_time(
-    program: Sequence[Action], starts: Sequence[float], ends: Sequence[float], gather: Sequence[float]
-) -> float:
-    """From the gather of a rank's first stage, as late as it may be, to the end of its last action."""
-    first = next(place for place, action in enumerate(program) if action.kind.is_compute)
-    return max(ends) - starts[first] + gather[program[first].stage]
+        longest = without
+        for program, starts, ends in zip(simulation.programs, simulation.start_ms, simulation.end_ms, strict=True):
+            # from the gather of the rank's first stage, as late as it may be
+            first = next(place for place, action in enumerate(program) if action.kind.is_compute)
+            longest = max(longest, max(ends) - starts[first] + gather[program[first].stage])
+        return longest
 
 
 def _gathered_share(sharded: ShardedProgram, rank: int) -> float | None:

@@ -61,6 +61,13 @@ class Request:
     speed: Speed
     costs: str | None
 
+    @property
+    def limit_bytes(self) -> float | None:
+        """What a device may hold; None for no limit."""
+        given = self.config.device_memory_gib
+        limit_gib = self.strategy.options.device_memory_gib if given is None else given
+        return None if limit_gib is None else limit_gib * _GIB
+
 
 def make_plan(config: DictConfig, console: Console | None = None) -> Plan | None:
     """Makes the plan, prints it and writes its files.
@@ -73,8 +80,30 @@ def make_plan(config: DictConfig, console: Console | None = None) -> Plan | None
     """
     console = wide(console)
     request = request_of(config)
+
+    def look(step: FirstStep, tell: Callable[[str], None]) -> Plan | None:
+        cutter = step.cutter(request.strategy.options, request.strategy.sizes)
+        return _look(request, cutter, console, tell)
+
+    return look_at_request(request, look)
+
+
+def look_at_request(request: Request, look: Callable[[FirstStep, Callable[[str], None]], _T]) -> _T:
+    """Builds data and model, and lets ``look`` see the first step, with a function to say how far it is."""
+    config = request.config
+    # where the step is recorded: on the CPU, unless units are measured on the GPU that they are to run on
+    here = torch.device("cpu")
+    if config.measure and config.trainer.accelerator != "cpu" and torch.cuda.is_available():
+        here = torch.device("cuda", torch.cuda.current_device())
+    device_type = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
+    device = PlannedDevice(device_type, request.speed.flops_per_byte_of_cuts, here)
     with progress_line("building data and model") as tell:
-        return _plan(request, console, tell)
+        data = build(config.data)
+        model = build_without_memory(lambda: build(config.model))
+        tell("recording the step by a dry run on the first batch, and cutting it")
+        with user_errors(FileNotFoundError), explained(type(model).__name__) if config.check else nullcontext():
+            options = trainer_options(config.trainer)
+            return look_at_first_step(options, model, data, lambda step: look(step, tell), device)
 
 
 @contextmanager
@@ -95,30 +124,6 @@ def progress_line(what: str) -> Iterator[Callable[[str], None]]:
     with LongTask("planning", print_line) as task:
         task.update(what)
         yield task.update
-
-
-def _plan(request: Request, console: Console, tell: Callable[[str], None]) -> Plan | None:
-    config = request.config
-    data = build(config.data)
-    model = build_without_memory(lambda: build(config.model))
-    tell("recording the step by a dry run on the first batch, and cutting it")
-
-    device_type = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
-
-    def look(step: FirstStep) -> Plan | None:
-        cutter = step.cutter(request.strategy.options, request.strategy.sizes)
-        return _look(request, cutter, console, tell)
-
-    with user_errors(FileNotFoundError), explained(type(model).__name__) if config.check else nullcontext():
-        device = PlannedDevice(device_type, request.speed.flops_per_byte_of_cuts, _device_here(config))
-        return look_at_first_step(trainer_options(config.trainer), model, data, look, device)
-
-
-def _device_here(config: DictConfig) -> torch.device:
-    """Where the step is recorded: on the CPU, unless units are measured on the GPU that they are to run on."""
-    if config.measure and config.trainer.accelerator != "cpu" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def request_of(config: DictConfig) -> Request:
@@ -195,8 +200,7 @@ def _look(request: Request, cutter: ModelCutter, console: Console, tell: Callabl
             f"strategy.tensor_parallel_size={cutter.sizes.tensor} cuts matrices of units, but units that run alone are "
             "whole. Leave out measure= and costs=, and times are estimated"
         )
-    limit_gib = config.device_memory_gib if config.device_memory_gib is not None else options.device_memory_gib
-    limit = None if limit_gib is None else limit_gib * _GIB
+    limit = request.limit_bytes
     cut = cutter.split(cutter.placement())
     if cutter.optimizer is not None and cut.split.on_parts is not None:  # as training does
         refuse_other_updates(cutter.optimizer, cut.split.on_parts.cut_parameters)

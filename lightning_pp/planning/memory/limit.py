@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 from lightning_pp.errors import ConfigurationError, SplitError
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.stage_costs import BYTES_PER_GIB
-from lightning_pp.planning.stage_model import RecordedModel, SplitModel, parameter_sizes_of, places_of
+from lightning_pp.planning.stage_model import RecordedModel, SplitModel, places_of
 from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.schedule.simulation.memory import peak_memory
 from lightning_pp.split.cut.moved_cuts import moved_partitions
 from lightning_pp.split.cut.partition import Partition, UnitMemory, inseparable_groups
 from lightning_pp.split.dry_run.weight_updates import Updates
 from lightning_pp.split.memory.estimate import MemoryEstimate, RankMemory
+from lightning_pp.split.memory.state_memory import parameter_sizes
 
 # Cuts the units within what they and the ranks may hold; None: without a limit.
 Cut = Callable[[UnitMemory | None], Partition]
@@ -51,8 +52,9 @@ class DeviceMemory:
     def estimate(self, partition: Partition, placement: Placement, schedule: Schedule | None = None) -> MemoryEstimate:
         """What stages and ranks hold."""
         places = places_of(self.recording, partition, self.updates)
-        sizes = parameter_sizes_of(self.recording, places)
-        return self.model.estimate(self.recording.counted.record, places.partition, placement, sizes, schedule)
+        counted = self.recording.counted
+        sizes = parameter_sizes(counted.fake_parameters, self.recording.units, places.owners, places.direct)
+        return self.model.estimate(counted.record, places.partition, placement, sizes, schedule)
 
     def needs(self, partition: Partition, placement: Placement, schedule: Schedule | None) -> list[RankMemory]:
         """What each rank holds under ``schedule``; None: at the least, with one microbatch at a time."""

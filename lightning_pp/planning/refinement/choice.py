@@ -99,7 +99,8 @@ class CutChoice:
         if whole is None:
             raise refusal
         # a replica whose batch calls other units has none with those of the rank that decides
-        return next((one for one in self._heads if _is_of(whole.partition, one)), self._heads[0]), whole
+        units = set(whole.partition.unit_costs)
+        return next((one for one in self._heads if set(one.record.first_calls()) == units), self._heads[0]), whole
 
     def cuts(self, placement: Placement) -> tuple[RecordedModel, Cuts]:
         """The recording that is cut for ``placement``, and its cuts.
@@ -293,11 +294,6 @@ def _about_head(recording: RecordedModel, times: Sequence[float]) -> str:
         return f"The head {head!r} {verdict} {whole_time / split_time:.2f} times as long."
     verdict = f"stays whole on one stage. With {number} parts, a step is estimated to take"
     return f"The head {head!r} {verdict} {split_time / whole_time:.2f} times as long."
-
-
-def _is_of(partition: Partition, recording: RecordedModel) -> bool:
-    """Whether ``partition`` is of the units that the step of ``recording`` calls."""
-    return set(partition.unit_costs) == set(recording.record.first_calls())
 
 
 def _worth_trying(recording: RecordedModel, slowest: float, placement: Placement, request: LayoutRequest) -> list[str]:

@@ -368,7 +368,7 @@ class StepPlanCache:
         found = self._paths.followed(
             record,
             lambda: step(cast(DryRun, run)),
-            seed_inter_unit or _draw_on,
+            seed_inter_unit or (lambda _: None),  # leaves the generators as they are
             plan.crossing_operations,
             with_gradients=with_gradients,
             is_alike=is_alike,
@@ -391,10 +391,6 @@ class StepPlanCache:
                         f"{'has' if len(stages) == 1 else 'have'} it: the step for which the model was cut does not "
                         "use it there. Call the unit (its forward) instead, or do this on one device with a checkpoint."
                     )
-
-
-def _draw_on(call: int) -> None:
-    """Leaves the generators as they are."""
 
 
 def _plan_fields(record: StepRecord) -> list[Any]:

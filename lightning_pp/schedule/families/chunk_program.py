@@ -43,8 +43,8 @@ class ChunkProgram:
         for _ in range(times):
             for kind, chunk in tokens:
                 if kind == W:
-                    if chunk is None:
-                        chunk = self._oldest()
+                    if chunk is None:  # that of the oldest I
+                        chunk = min((inputs[0], chunk) for chunk, inputs in enumerate(waiting) if inputs)[1]
                     _, microbatch = waiting[chunk].popleft()
                 else:
                     assert chunk is not None, "only W may leave its chunk open"
@@ -64,11 +64,6 @@ class ChunkProgram:
     def program(self) -> CodedProgram:
         """What has been written."""
         return CodedProgram(np.array(self._codes, dtype=np.int64), self.num_stages, self.num_microbatches)
-
-    def _oldest(self) -> int:
-        """The chunk of the oldest I that waits."""
-        chunks = [chunk for chunk, inputs in enumerate(self.waiting) if inputs]
-        return min(chunks, key=lambda chunk: self.waiting[chunk][0])
 
 
 @lru_cache

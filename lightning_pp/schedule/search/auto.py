@@ -24,7 +24,7 @@ from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.search.deadline import Deadline
 from lightning_pp.schedule.search.greedy import Policy, build_greedy
 from lightning_pp.schedule.search.justify import PASSES_OF_A_ROUND, justify
-from lightning_pp.schedule.search.local import climb
+from lightning_pp.schedule.search.local import Climb
 from lightning_pp.schedule.search.phases import best_of_both_phases
 from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Length, Objective, earliest, find_length, lower_bound
@@ -310,16 +310,8 @@ def _improve(candidates: list[_Candidate], deadline: Deadline, request: Schedule
             temperatures = _TEMPERATURES[:1] if objective.longest_makespan else _TEMPERATURES
         start = min(improved, key=lambda candidate: objective.of(candidate.length))
         for seed, temperature in enumerate(temperatures):
-            orders = climb(
-                start.problem,
-                start.orders,
-                objective,
-                num_steps=num_steps,
-                lower_bound=lower_bound(start.problem, objective),
-                temperature=temperature,
-                seed=seed,
-                deadline=deadline,
-            )
+            climb = Climb(start.problem, start.orders, objective, seed)
+            orders = climb.run(num_steps, lower_bound(start.problem, objective), temperature, deadline)
             start = _measured(start.problem, orders, start.origin)
             improved.append(start)
     return improved

@@ -14,7 +14,7 @@ from math import log
 from random import Random
 
 from lightning_pp.schedule.program.coded import I, W
-from lightning_pp.schedule.search.deadline import NEVER, Deadline
+from lightning_pp.schedule.search.deadline import Deadline
 from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Objective, Times, earliest, find_length, latest
 
@@ -24,32 +24,6 @@ _COOLING = 0.1
 _NUM_CYCLES = 2
 _MAX_DISTANCE = 12
 _MAX_DRAWS = 200
-
-
-def climb(
-    problem: Problem,
-    orders: Orders,
-    objective: Objective,
-    *,
-    num_steps: int,
-    lower_bound: float = 0.0,
-    temperature: float = 0.0,
-    seed: int = 0,
-    deadline: Deadline = NEVER,
-) -> Orders:
-    """The best orders found in ``num_steps`` moves, never worse than ``orders``.
-
-    Args:
-        problem: Costs and limits.
-        orders: Legal orders within the limits.
-        objective: What is best.
-        num_steps: Number of moves to try; each costs a simulation.
-        lower_bound: Stop when the score has come down to this.
-        temperature: How much worse a move may be at first, as a part of the score; 0 accepts nothing worse.
-        seed: Seed of the moves.
-        deadline: Stop with the best when it has passed.
-    """
-    return _Climb(problem, orders, objective, Random(seed)).run(num_steps, lower_bound, temperature, deadline)
 
 
 def in_turn(problem: Problem, orders: Orders) -> Orders:
@@ -75,11 +49,20 @@ def in_turn(problem: Problem, orders: Orders) -> Orders:
     return result
 
 
-class _Climb:
-    def __init__(self, problem: Problem, orders: Orders, objective: Objective, random: Random) -> None:
+class Climb:
+    """A search that starts from given orders.
+
+    Args:
+        problem: Costs and limits.
+        orders: Legal orders within the limits.
+        objective: What is best.
+        seed: Seed of the moves.
+    """
+
+    def __init__(self, problem: Problem, orders: Orders, objective: Objective, seed: int) -> None:
         self.problem = problem
         self.objective = objective
-        self.random = random
+        self.random = Random(seed)
         self.orders = in_turn(problem, orders)
         starts = earliest(problem, self.orders)
         assert starts is not None, "orders must be free of deadlock"
@@ -87,6 +70,14 @@ class _Climb:
         self.critical = self._critical(starts)
 
     def run(self, num_steps: int, lower_bound: float, hot: float, deadline: Deadline) -> Orders:
+        """The best orders found in ``num_steps`` moves, never worse than those at the start.
+
+        Args:
+            num_steps: Number of moves to try; each costs a simulation.
+            lower_bound: Stop when the score has come down to this.
+            hot: How much worse a move may be at first, as a part of the score; 0 accepts nothing worse.
+            deadline: Stop with the best when it has passed.
+        """
         best, best_score = [list(order) for order in self.orders], self.score
         cooling = _COOLING ** (1 / max(1, num_steps // _NUM_CYCLES))
         temperature = hot * best_score

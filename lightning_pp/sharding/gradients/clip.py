@@ -28,7 +28,7 @@ def global_norm(
 
     Args:
         parameters: The parameters of this rank, each with the share of it that counts here, between 0 and 1: of a
-            parameter on several stages, one holder counts it (:meth:`.SharedParameters.with_ownership`). Parameters
+            parameter on several stages, one holder counts it (:meth:`.SharedParameters.counts_here`). Parameters
             without gradient are left out.
         mesh: The data-parallel mesh. A plain parameter counts as held by all its ranks, a DTensor as its placements
             say. None: no data parallelism, and all parameters on one device.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -53,10 +53,6 @@ class SharedParameters:
     def counts_here(self, parameter: nn.Parameter) -> bool:
         """Whether this rank is the one that counts ``parameter`` in a norm; True for one that is not shared."""
         return self._first_holder.get(parameter, self._rank) == self._rank
-
-    def with_ownership(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
-        """Each parameter with :meth:`counts_here`, as :func:`.global_norm` takes them."""
-        return [(parameter, self.counts_here(parameter)) for parameter in parameters]
 
     @torch.no_grad()
     def broadcast_initial(self) -> None:

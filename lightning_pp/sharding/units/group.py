@@ -188,10 +188,6 @@ class UnitGroup:
         self._leader.reshard()
         self._is_concealed = False
 
-    def trainable_slots(self) -> list[ParameterSlot]:
-        """The parameters to reduce; the group must not be gathered."""
-        return [slot for slot in self.slots if slot.registered.requires_grad]
-
     def discard_gradients(self) -> None:
         """Drops accumulated and reduced gradients; the group must not be gathered."""
         for slot in self.slots:

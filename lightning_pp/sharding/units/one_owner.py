@@ -10,14 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def _shard_axis(parameter: DTensor) -> int:
-    """The axis of the mesh along which rows are spread; on others, as that of HSDP's replicas, are copies."""
-    return next(axis for axis, placement in enumerate(parameter.placements) if placement.is_shard())
-
-
 def group_of(parameter: DTensor) -> dist.ProcessGroup:
     """The ranks that together hold ``parameter`` once."""
-    return parameter.device_mesh.get_group(_shard_axis(parameter))
+    # rows are spread along one axis of the mesh; on others, as that of HSDP's replicas, are copies
+    axis = next(axis for axis, placement in enumerate(parameter.placements) if placement.is_shard())
+    return parameter.device_mesh.get_group(axis)
 
 
 def chunk_of(parameter: DTensor, whole: Tensor) -> Tensor:

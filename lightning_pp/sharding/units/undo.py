@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
-from typing import Any
 
 from torch import nn
 
 from lightning_pp.sharding._torch_private import forget_sharding
+from lightning_pp.split.side_effects.hooks import module_of
 
 _HOOKS_OF = ("torch.distributed.fsdp", "lightning_pp.sharding")
 
@@ -42,12 +41,7 @@ class UnitsBefore:
                 attributes.pop(name, None)
             for name, hooks in attributes.items():
                 if name.endswith("_hooks") and isinstance(hooks, dict):
-                    for key in [key for key, hook in hooks.items() if _is_sharding_hook(hook)]:
-                        del hooks[key]
-
-
-def _is_sharding_hook(hook: Any) -> bool:
-    function = getattr(hook, "hook", hook)  # torch wraps some that are called with the module
-    while isinstance(function, partial):
-        function = function.func
-    return str(getattr(function, "__module__", "")).startswith(_HOOKS_OF)
+                    for key, hook in list(hooks.items()):
+                        # torch wraps some that are called with the module
+                        if module_of(getattr(hook, "hook", hook)).startswith(_HOOKS_OF):
+                            del hooks[key]

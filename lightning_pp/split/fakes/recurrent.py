@@ -9,13 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_pp.split._torch_private import tree_any
-
-
-def is_recurrent(func: Any, args: Any, is_fake: Callable[[object], bool]) -> bool:
-    """Whether ``func``, called with ``args``, is a whole recurrent layer on fakes."""
-    return func in _CELLS and tree_any(is_fake, args)
-
 
 def at_once(func: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
     """The results of a recurrent layer, with its shapes, dependencies and about its work and memory.
@@ -23,7 +16,7 @@ def at_once(func: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
     Letters: T time steps, N samples, or rows R of a packed sequence instead of T and N.
 
     Args:
-        func: ``torch.lstm``, ``torch.gru``, ``torch.rnn_tanh`` or ``torch.rnn_relu``.
+        func: One of :data:`RECURRENT`.
         args: As its module calls it.
     """
     is_packed = isinstance(args[3], (list, tuple))
@@ -39,7 +32,7 @@ def at_once(func: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
         outputs = []
         for direction in range(layer * num_directions, (layer + 1) * num_directions):
             own = weights[direction * num_weights : (direction + 1) * num_weights]
-            found = _direction(_CELLS[func], rows, [state[direction] for state in states], own, has_biases)
+            found = _direction(RECURRENT[func], rows, [state[direction] for state in states], own, has_biases)
             outputs.append(found[0])
             for at_end, each in zip(last, found, strict=True):
                 at_end.append(each[: states[0].shape[-2]] if is_packed else each[-1])
@@ -78,7 +71,8 @@ def _gru(of_input: Tensor, of_state: Tensor, before: Tensor) -> tuple[Tensor]:
     return (candidate + (stays + stays_state).sigmoid() * (before - candidate),)
 
 
-_CELLS: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
+# whole layers, with what a cell of each does in one time step
+RECURRENT: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
     torch.lstm: _lstm,
     torch.gru: _gru,
     torch.rnn_tanh: lambda of_input, of_state, _: ((of_input + of_state).tanh(),),

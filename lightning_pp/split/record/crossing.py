@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_pp.split.record.least_cut import least_cut
-from lightning_pp.split.record.step_record import OF_OPERATION, Reads, StepRecord, Value
+from lightning_pp.split.record.step_record import Reads, StepRecord, Value
 
 
 @dataclass(frozen=True)
@@ -188,8 +188,3 @@ class _LeastCrossing:
                     seen.add((value, place))
                     waiting.append((value, place))
         return returns
-
-
-def operations_that_cross(values: Iterable[Value]) -> frozenset[int]:
-    """The numbers of the operations among ``values``."""
-    return frozenset(value.leaf for value in values if value.call == OF_OPERATION)

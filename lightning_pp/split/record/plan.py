@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_pp.errors import SplitError
-from lightning_pp.split.record.crossing import find_crossing, operations_that_cross
+from lightning_pp.split.record.crossing import find_crossing
 from lightning_pp.split.record.step_record import StepRecord, TensorSpec, Value
 
 
@@ -70,7 +70,7 @@ class StepPlan:
     @cached_property
     def crossing_operations(self) -> frozenset[int]:
         """Numbers of the operations between units whose results cross."""
-        return operations_that_cross(edge.value for edge in self.edges)
+        return frozenset(edge.value.leaf for edge in self.edges if not edge.value.made_by_unit)
 
     @cached_property
     def messages(self) -> tuple[str, ...]:

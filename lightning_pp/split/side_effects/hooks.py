@@ -15,10 +15,11 @@ from lightning_pp.split.record.step_record import HookPlace
 
 def user_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
     """Hooks that are neither torch's nor this package's (sharding, weight norms), which go with the call."""
-    return {key: hook for key, hook in hooks.items() if not _module_of(hook).startswith(("torch.", "lightning_pp."))}
+    return {key: hook for key, hook in hooks.items() if not module_of(hook).startswith(("torch.", "lightning_pp."))}
 
 
-def _module_of(hook: Any) -> str:
+def module_of(hook: Any) -> str:
+    """The name of the Python module that has defined a hook."""
     while isinstance(hook, partial):
         hook = hook.func
     return str(getattr(hook, "__module__", ""))

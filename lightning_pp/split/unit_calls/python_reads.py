@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pp.split._torch_private import tree_any, tree_map
 from lightning_pp.split.fakes.parameters import is_fake
-from lightning_pp.split.fakes.recurrent import at_once, is_recurrent
+from lightning_pp.split.fakes.recurrent import RECURRENT, at_once
 
 _READS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__format__, Tensor.__dlpack__})
 _MAKES_OF_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
@@ -73,7 +73,8 @@ class PythonReads(TorchFunctionMode):
             self._on_gradient_hook(args[0])
         if func in _IN_ONE_PIECE:
             with self._in_one_piece():
-                return at_once(func, args) if is_recurrent(func, args, is_fake) else func(*args, **kwargs)
+                is_layer = func in RECURRENT and tree_any(is_fake, args)
+                return at_once(func, args) if is_layer else func(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _lacks(self, leaf: Any) -> bool:

@@ -68,12 +68,6 @@ def with_refined(units: Mapping[str, nn.Module], names: Collection[str]) -> dict
     return result
 
 
-def units_that_hold(module: nn.Module, names: Collection[str]) -> set[str]:
-    """The units of ``module`` that have one of the modules ``names`` inside."""
-    units = discover_units(module)
-    return {unit for unit in units for name in names if name.startswith(f"{unit}.")}
-
-
 def most_units(module: nn.Module, patterns: Sequence[str] | None = None) -> int:
     """How many units ``module`` has if its step calls every block of a list as such, and everything else in parts.
 

@@ -35,11 +35,8 @@ def record_nccl(dirpath: str | Path | None, backend: str) -> None:
     except OSError as error:
         raise ConfigurationError(f"flight_recorder_dirpath={str(dirpath)!r} cannot be made: {error}") from error
     for name, value in {
-        # the second of each pair is its earlier name, which torch still reads
         "TORCH_FR_BUFFER_SIZE": str(_NUM_ENTRIES),
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(_NUM_ENTRIES),
         "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/rank_",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{folder}/rank_",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }.items():
         os.environ.setdefault(name, value)

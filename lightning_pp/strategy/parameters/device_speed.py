@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from lightning_pp.planning.hardware.devices import dtype_of_precision, flops_per
 
 def peak_flops_of(device: torch.device, dtype: torch.dtype) -> float | None:
     """FLOP/s of a GPU of this machine at most, by Lightning's table; None where it has no number."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), suppress(Exception):  # it warns, or raises, of devices that it does not know
         warnings.simplefilter("ignore")
         return get_available_flops(device, dtype)
+    return None
 
 
 def flops_per_byte_of(device: torch.device, precision: Any) -> float:

@@ -236,7 +236,7 @@ class StageGradients:
 
     def _counted(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, float]]:
         """Each parameter with the share of its norm that counts here."""
-        return [(p, self._share(p) if counts else 0.0) for p, counts in self._shared.with_ownership(parameters)]
+        return [(p, self._share(p) if self._shared.counts_here(p) else 0.0) for p in parameters]
 
     def _share(self, parameter: nn.Parameter) -> float:
         """Tensor ranks that hold the same parameter count it in parts."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from one_device import TIMEOUT_S, placed
+from parity_run import QUIET, whole_weights
 from pool import WorkerPool
 from small_models import Descends
 from torch import Tensor, nn
@@ -112,8 +113,7 @@ def fitted(device: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
     module = Model()
     scaler = torch.amp.GradScaler(device, init_scale=INITIAL_SCALE, growth_interval=GROWTH_INTERVAL)
     trainer = L.Trainer(
-        accelerator="gpu" if device == "cuda" else "cpu",
-        **placed(device, num_ranks),
+        **{**QUIET, **placed(device, num_ranks)},
         strategy="auto"
         if strategy is None
         else PipelineParallelStrategy(num_microbatches=2, **strategy, check_first_batches=False),
@@ -121,20 +121,12 @@ def fitted(device: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
         gradient_clip_val=0.05,
         max_epochs=1,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     refused = mock.patch.object(refusals, "refuse_precision") if device == "cpu" else mock.MagicMock()
     with refused:
         trainer.fit(module, DataLoader(data, batch_size=BATCH_SIZE // replicas))
-    whole = {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
-        for name, p in module.named_parameters()
-    }
     return {
-        "weights": whole,
+        "weights": whole_weights(module),
         "history": module.history,
         "state": trainer.precision_plugin.scaler.state_dict(),
     }

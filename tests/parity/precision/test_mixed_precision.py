@@ -11,13 +11,12 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from parity_run import QUIET
+from parity_run import QUIET, whole_weights
 from pool import WorkerPool
 from small_models import Descends
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -89,13 +88,6 @@ def dataset() -> TensorDataset:
     return TensorDataset(torch.randint(VOCABULARY, (NUM_BATCHES * BATCH_SIZE, LENGTH), generator=generator))
 
 
-def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in module.named_parameters()
-    }
-
-
 def fitted(
     strategy: dict[str, Any] | None, precision: Any, replicas: int = 1, num_ranks: int = 1, **options: Any
 ) -> dict[str, Any]:
@@ -119,7 +111,7 @@ def fitted(
     seen = set().union(*(block.seen for block in module.blocks))
     gradients = {str(p.grad.dtype) for p in module.parameters() if p.grad is not None}
     return {
-        "weights": weights_of(module),
+        "weights": whole_weights(module),
         "seen": seen,
         "gradients": gradients,
         "sums": module.sums,
@@ -149,7 +141,7 @@ def plain_fsdp(replicas: int) -> dict[str, Tensor]:
                 loss = module((microbatch,), 0)
             (loss / NUM_MICROBATCHES).backward()
         optimizer.step()
-    return weights_of(module)
+    return whole_weights(module)
 
 
 def layout(pipeline: int, replicas: int = 1, schedule: str = "1f1b", **options: Any) -> dict[str, Any]:
@@ -172,7 +164,7 @@ def whole(results: list[Any]) -> dict[str, Tensor]:
 
 def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Of updated weights, relative to the largest update of a parameter."""
-    before = weights_of(Model())
+    before = whole_weights(Model())
     assert found.keys() == expected.keys()
     return max(
         float((found[name].double() - value.double()).abs().max() / (value - before[name]).abs().max())
@@ -272,7 +264,7 @@ def fit_norm_first(
         samples = samples[int(os.environ["RANK"]) % replicas :: replicas]
     fitted_module = module()
     trainer.fit(fitted_module, DataLoader(samples, batch_size=BATCH_SIZE // replicas))
-    return weights_of(fitted_module)
+    return whole_weights(fitted_module)
 
 
 @pytest.mark.by_day(1)
@@ -285,7 +277,7 @@ def test_a_norm_of_the_batch_is_that_of_one_device(
     pool: WorkerPool, pipeline: int, replicas: int, options: dict[str, Any]
 ) -> None:
     """A CPU has no norm of float32 with weights of bfloat16; on one device both are float32 under autocast."""
-    expected, before, found = fit_norm_first("auto"), weights_of(NormFirst()), dict[str, Tensor]()
+    expected, before, found = fit_norm_first("auto"), whole_weights(NormFirst()), dict[str, Tensor]()
     strategy = PipelineParallelStrategy(**layout(pipeline, replicas, **options), check_first_batches=False)
     world_size = pipeline * replicas
     for weights in pool.run(fit_norm_first, strategy, replicas, world_size, world_size=world_size, timeout=120):
@@ -315,7 +307,7 @@ class NormsOfASample(NormFirst):
 def test_norms_of_a_sample_are_those_of_one_device(pool: WorkerPool, precision: Any, most: float) -> None:
     """In ``bf16-mixed`` weights of norms between layers are rounded; one device computes these norms in float32."""
     expected = fit_norm_first("auto", module=NormsOfASample, precision=precision)
-    before = weights_of(NormsOfASample())
+    before = whole_weights(NormsOfASample())
     found = []
     for pipeline in (1, 2):
         strategy = PipelineParallelStrategy(**layout(pipeline, schedule="zb_h1"), check_first_batches=False)

@@ -9,9 +9,9 @@ import lightning.pytorch as L
 import pytest
 import torch
 from one_device import TIMEOUT_S, placed
+from parity_run import QUIET, whole_weights
 from pool import WorkerPool
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pp import PipelineParallelStrategy
@@ -59,27 +59,17 @@ def fitted(strategy: dict[str, Any] | None) -> dict[str, Tensor]:
     replica = int(os.environ.get("RANK", "0")) // tensor_size(strategy) % replicas
     tokens = torch.randint(VOCABULARY, (NUM_STEPS * BATCH_SIZE, 6), generator=torch.Generator().manual_seed(1))
     trainer = L.Trainer(
-        accelerator="cpu" if strategy is None else "gpu",
-        **placed("cpu" if strategy is None else "cuda", num_ranks),
+        **{**QUIET, **placed("cpu" if strategy is None else "cuda", num_ranks)},
         strategy="auto" if strategy is None else PipelineParallelStrategy(num_microbatches=4, **strategy),
         precision="64-true",
         accumulate_grad_batches=2,
         gradient_clip_val=0.1,
         max_epochs=1,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     module = Model()
     trainer.fit(module, DataLoader(TensorDataset(tokens[replica::replicas]), batch_size=BATCH_SIZE // replicas))
-    if tensor_size(strategy) > 1:
-        trainer.strategy.gather_module()  # type: ignore[attr-defined]
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
-        for name, p in module.named_parameters()
-    }
+    return whole_weights(module)
 
 
 def layout(pipeline: int, replicas: int, schedule: str, **options: Any) -> Any:

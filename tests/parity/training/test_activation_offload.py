@@ -10,9 +10,9 @@ import pytest
 import torch
 from live_memory import LiveMemory
 from one_device import CUDA, placed
+from parity_run import QUIET, whole_weights
 from pool import WorkerPool
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
@@ -121,17 +121,12 @@ def trained(
         tuple(torch.randn(2, rows, width, generator=generator, dtype=dtype)) for _ in range(NUM_BATCHES * num_replicas)
     ]
     trainer = pl.Trainer(
-        accelerator="gpu" if device == "cuda" else "cpu",
-        **placed(device, num_ranks * num_replicas),
+        **{**QUIET, **placed(device, num_ranks * num_replicas)},
         strategy=strategy,
         precision="64-true" if dtype is torch.float64 else "32-true",
         callbacks=[peak],
         accumulate_grad_batches=2,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
     engine = strategy.engine
@@ -140,12 +135,8 @@ def trained(
     model = MemoryModel.of(strategy.options.sharding, 1, step_dtypes(strategy.precision_plugin))
     estimate = model.estimate(split.record, split.partition, split.placement, split.parameter_sizes, program)
     rank = estimate.ranks[engine.rank]
-    weights = {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().clone()
-        for name, value in module.named_parameters()
-    }
     return Found(
-        weights,
+        whole_weights(module),
         peak.peak_bytes,
         (rank.activations_bytes or 0) + rank.recomputed_bytes + rank.edge_buffers_bytes,
         sum(action.kind is ActionKind.OFFLOAD for action in program.programs[engine.rank]),

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from parity_run import Layout
+from parity_run import QUIET, Layout
 from pool import WorkerPool
 from test_resume import FILE, ONE_DEVICE, SETTINGS, Chain, check_chain
 from torch import Tensor, nn
@@ -67,14 +67,10 @@ def peak_on_gpu(options: dict[str, Any]) -> tuple[int, set[str], set[bool], list
             torch.cuda.reset_peak_memory_stats()
 
     trainer = L.Trainer(
-        accelerator="gpu",
+        **{**QUIET, "accelerator": "gpu"},
         devices=1,
         strategy=PipelineParallelStrategy(1, 1, 2, sharding="full_shard", **options),
         max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[Peak()],
     )
     trainer.fit(module, DataLoader(torch.randn(8, 1024), batch_size=4))

@@ -16,9 +16,9 @@ import pytest
 import torch
 from live_memory import LiveMemory
 from one_device import CUDA, placed
+from parity_run import QUIET, whole_weights
 from pool import WorkerPool
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
@@ -73,16 +73,11 @@ def batches(number: int, size: int, width: int) -> DataLoader[Any]:
 def trainer_on(device: str, *callbacks: pl.Callback, num_ranks: int = NUM_RANKS, **options: Any) -> pl.Trainer:
     of_trainer = {"max_epochs": options.pop("max_epochs", 1), "gradient_clip_val": options.pop("clip", None)}
     return pl.Trainer(
-        accelerator="gpu" if device == "cuda" else "cpu",
-        **placed(device, num_ranks),
+        **{**QUIET, **placed(device, num_ranks)},
         strategy="auto"
         if num_ranks == 1
         else PipelineParallelStrategy(num_ranks, num_microbatches=4, **options, check_first_batches=False),
         callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **of_trainer,
     )
 
@@ -190,12 +185,7 @@ def trained_in_two_parts(device: str, num_ranks: int, folder: Path) -> list[dict
         trainer = trainer_on(device, num_ranks=num_ranks, max_epochs=num_epochs, clip=CLIP, sharding="full_shard")
         trainer.fit(module, batches(2, 8, 32), ckpt_path=folder / "saved.ckpt" if num_epochs == 2 else None)
         trainer.save_checkpoint(folder / "saved.ckpt")
-        found.append(
-            {
-                name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
-                for name, p in module.named_parameters()
-            }
-        )
+        found.append(whole_weights(module))
     return found
 
 

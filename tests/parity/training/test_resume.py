@@ -5,7 +5,7 @@ Lightning itself resumes in the middle of an epoch only with a loader that can (
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,7 @@ from parity_run import (
 )
 from pool import WorkerPool
 from torch.utils.data import DataLoader
+from training_script import ResumableLoader
 
 TOLERANCE = 1e-9
 # 3 batches an epoch, the last one smaller; the optimizer, the scheduler and the groups all have state
@@ -44,28 +45,6 @@ THREE_STAGES = Layout("gpipe", 3, 1, 3)
 TUNED = Layout("auto", 2, 1, 3)  # the schedule changes after the first epoch
 TWO_REPLICAS = Layout("1f1b", 1, 2, 2)
 ONE_DEVICE = None
-
-
-class ResumableLoader(DataLoader[Any]):
-    """Starts where it stood when its state was taken."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._position = 0
-        self._start = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        start, self._start = self._start, 0
-        for index, batch in enumerate(super().__iter__()):
-            if index >= start:
-                self._position = index + 1
-                yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self._position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._start = state["position"]
 
 
 class ResumableData(ParityData):

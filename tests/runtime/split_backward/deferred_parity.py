@@ -82,8 +82,12 @@ def assert_parity(
     step: Step = call,
     num_queued: int | None = None,
     merged: Sequence[int] = (),
+    *,
+    of_inputs: float = 1e-12,
+    rtol: float = 1e-12,
+    atol: float = 1e-12,
 ) -> None:
-    """Asserts that a split backward gives the gradients of plain autograd, to float64's rounding.
+    """Asserts that a split backward gives the gradients of plain autograd, by default to float64's rounding.
 
     Args:
         module: Left with the gradients of the split backward.
@@ -91,6 +95,9 @@ def assert_parity(
         step: What F does.
         num_queued: How many weight gradients I has to queue for a microbatch that is not merged.
         merged: Which microbatches get a B.
+        of_inputs: How far the inputs' gradients may differ.
+        rtol: The same of the weights' gradients.
+        atol: As above.
     """
     reference = copy.deepcopy(module)
     expected = plain_backward(reference, inputs, step)
@@ -98,8 +105,8 @@ def assert_parity(
     for one, other in zip(actual, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    assert_same_gradients(module, reference)
+            torch.testing.assert_close(one, other, rtol=of_inputs, atol=of_inputs)
+    assert_same_gradients(module, reference, rtol, atol)
     if num_queued is not None:
         assert lengths == [0 if index in merged else num_queued for index in range(len(inputs))]
 

@@ -86,7 +86,8 @@ def clipped(shape: tuple[int, ...]) -> list[dict[str, Any]]:
         set_gradients(model, expected)
         norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.0, norm_type)
         with CollectiveCounter() as collective:
-            mine_norm = clip_by_norm_(shared.with_ownership(owned), 1.0, mesh=data, norm_type=norm_type)
+            counted = [(parameter, shared.counts_here(parameter)) for parameter in owned]
+            mine_norm = clip_by_norm_(counted, 1.0, mesh=data, norm_type=norm_type)
         results.append(
             {
                 "norm": mine_norm.item(),

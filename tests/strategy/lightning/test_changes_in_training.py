@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from parity_run import Layout
 from pool import WorkerPool
 from small_models import Classifier
-from test_user_optimizers import trained_twice, whole_weights
+from test_user_optimizers import resumed_weights, trained_once, trained_twice, whole_weights
 
 TWO_STAGES = Layout("1f1b", 2, 1, 2)
 
@@ -124,19 +124,8 @@ def test_groups_added_in_training(pool: WorkerPool, layout: Layout, as_file: boo
 
 def resumed(layout: Layout | None, as_file: bool, folder: str) -> Any:
     path = f"{folder}/{'one' if layout is None else 'many'}.ckpt"
-    options = (
-        {}
-        if layout is None
-        else {"strategy": layout.strategy(save_distributed_checkpoint=not as_file, check_first_batches=False)}
-    )
-    module, trainer = make(AddsGroup), make_trainer(layout, **options)
-    trainer.fit(module, Data())
-    trainer.save_checkpoint(path)
-    before = whole_weights(trainer, module)
-    options = {} if layout is None else {"strategy": layout.strategy(check_first_batches=False)}
-    module, trainer = make(AddsGroup), make_trainer(layout, max_epochs=3, **options)
-    trainer.fit(module, Data(), ckpt_path=path)
-    return before, whole_weights(trainer, module)
+    before = whole_weights(*trained_once(layout, AddsGroup, as_file, path))
+    return before, resumed_weights(layout, AddsGroup, path)
 
 
 def refusal(kind: type[Classifier], callbacks: Any = None) -> str:

@@ -46,9 +46,8 @@ def whole_weights(trainer: Any, module: Any) -> dict[str, Any]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def trained_twice(layout: Layout | None, kind: type[Classifier], as_file: bool, folder: str) -> Any:
-    """Weights after a fit that goes on, and after another that resumes from its checkpoint in between."""
-    path = f"{folder}/{'one' if layout is None else 'many'}.ckpt"
+def trained_once(layout: Layout | None, kind: type[Classifier], as_file: bool, path: str) -> tuple[Any, Any]:
+    """The trainer and the module after a fit, saved at ``path``."""
     options = (
         {}
         if layout is None
@@ -57,14 +56,26 @@ def trained_twice(layout: Layout | None, kind: type[Classifier], as_file: bool, 
     module, trainer = make(kind), make_trainer(layout, **options)
     trainer.fit(module, Data())
     trainer.save_checkpoint(path)
+    return trainer, module
+
+
+def resumed_weights(layout: Layout | None, kind: type[Classifier], path: str) -> dict[str, Any]:
+    """After a fit that goes on from ``path``, to the third epoch."""
+    options = {} if layout is None else {"strategy": layout.strategy(check_first_batches=False)}
+    module, trainer = make(kind), make_trainer(layout, max_epochs=3, **options)
+    trainer.fit(module, Data(), ckpt_path=path)
+    return whole_weights(trainer, module)
+
+
+def trained_twice(layout: Layout | None, kind: type[Classifier], as_file: bool, folder: str) -> Any:
+    """Weights after a fit that goes on, and after another that resumes from its checkpoint in between."""
+    path = f"{folder}/{'one' if layout is None else 'many'}.ckpt"
+    trainer, module = trained_once(layout, kind, as_file, path)
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, Data())
     learning_rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
     went_on = whole_weights(trainer, module)
-    options = {} if layout is None else {"strategy": layout.strategy(check_first_batches=False)}
-    module, trainer = make(kind), make_trainer(layout, max_epochs=3, **options)
-    trainer.fit(module, Data(), ckpt_path=path)
-    return went_on, learning_rates, whole_weights(trainer, module)
+    return went_on, learning_rates, resumed_weights(layout, kind, path)
 
 
 @pytest.mark.by_day(1)

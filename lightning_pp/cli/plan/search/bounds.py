@@ -122,11 +122,6 @@ class Blocks:
         """
         return self.least_need(state, num_held) <= limit_bytes * (1 + _ROUNDING)
 
-    def _most_at_once(self, num_held: Sequence[Held]) -> Numbers:
-        """What microbatches of each block hold on each rank when all blocks there would hold most. Shape (p, n)."""
-        totals = self.held.sum(axis=1)
-        return np.array([numbers[np.argmax(numbers @ totals)] for numbers in num_held]) @ self.held
-
     def about_need(self, state: Numbers, sums_held: Sequence[Held], num_stages: int) -> float:
         """What the fullest rank holds if no rank has less than its share of blocks, rounded down.
 
@@ -142,7 +137,10 @@ class Blocks:
 
     def least_need(self, state: Numbers, num_held: Sequence[Held]) -> float:
         """The least limit by which :meth:`can_fit` says yes."""
-        of_blocks, last = state + self._most_at_once(num_held), len(state) - 1
+        # what microbatches of each block hold on each rank when all blocks there would hold most, shape (p, n)
+        totals = self.held.sum(axis=1)
+        held = np.array([numbers[np.argmax(numbers @ totals)] for numbers in num_held]) @ self.held
+        of_blocks, last = state + held, len(state) - 1
         least, growing = of_blocks.min(axis=0), np.cumsum(np.sort(of_blocks), axis=1)
         return float(max(least.sum() / len(num_held), least.max(), np.partition(growing, last, axis=None)[last]))
 

@@ -9,28 +9,24 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lightning_pp.cli.before_launch import trainer_options
 from lightning_pp.cli.plan.costs import Costs
-from lightning_pp.cli.plan.run import Request, build_without_memory, progress_line, request_of
+from lightning_pp.cli.plan.run import Request, look_at_request, request_of
 from lightning_pp.cli.plan.schedules import known_schedules
 from lightning_pp.cli.plan.search.plans import PlanSearch
 from lightning_pp.cli.plan.search.report import Search, nothing_fits, print_search
 from lightning_pp.cli.plan.search.space import MODEL_CHECKPOINTS, Space
-from lightning_pp.cli.problems import UserError, user_errors
+from lightning_pp.cli.problems import UserError
 from lightning_pp.cli.report import wide
 from lightning_pp.collector import collector_paused
-from lightning_pp.conf.targets import build
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.activation_checkpointing import AUTO, ActivationCheckpointing
-from lightning_pp.planning.hardware.devices import PlannedDevice
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.schedule.registry import is_schedule_file, schedule_family
 from lightning_pp.sharding.shard_updates import is_elementwise
 from lightning_pp.split.data.microbatch import batch_size_of
-from lightning_pp.strategy.plan_only import FirstStep, look_at_first_step
+from lightning_pp.strategy.plan_only import FirstStep
 
-_GIB = float(1 << 30)
 _TENSOR_SIZES = (1, 2, 4, 8)
 # what a search chooses is as if it were not configured
 _CHOSEN: dict[str, Any] = {
@@ -63,36 +59,21 @@ def search_plans(config: DictConfig, console: Console | None = None) -> Search:
         )
     key = config.batch_size_key if OmegaConf.select(config, config.batch_size_key) is not None else None
     num_replicas = _num_replicas(config, request.num_devices, key)
-    with progress_line("building data and model") as tell:
-        search = _searched(config, request, key, num_replicas, tell)
-    search.seconds = time.monotonic() - began
-    if not search.result.best:
-        raise nothing_fits(search)
-    print_search(console, search)
-    return search
 
-
-def _searched(
-    config: DictConfig, request: Request, key: str | None, num_replicas: int | None, tell: Callable[[str], None]
-) -> Search:
-    data = build(request.config.data)
-    model = build_without_memory(lambda: build(request.config.model))
-    tell("recording the step by a dry run on the first batch")
-    options = request.strategy.options
-
-    def look(step: FirstStep) -> Search:
+    def look(step: FirstStep, tell: Callable[[str], None]) -> Search:
+        options, limit = request.strategy.options, request.limit_bytes
         space = _space(config, request, key, num_replicas, step)
-        limit_gib = config.device_memory_gib if config.device_memory_gib is not None else options.device_memory_gib
-        limit = None if limit_gib is None else limit_gib * _GIB
         with collector_paused():  # of its objects nearly all stay
             result = PlanSearch(step, options, space, request.speed, limit).run(tell)
         about = Costs(request.speed, None, options.cut).about
         return Search(config, key, space, result, about, limit, type(step.module).__name__)
 
-    device_type = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
-    with user_errors(FileNotFoundError):
-        device = PlannedDevice(device_type, request.speed.flops_per_byte_of_cuts)
-        return look_at_first_step(trainer_options(config.trainer), model, data, look, device)
+    search = look_at_request(request, look)
+    search.seconds = time.monotonic() - began
+    if not search.result.best:
+        raise nothing_fits(search)
+    print_search(console, search)
+    return search
 
 
 def _check(config: DictConfig) -> None:
