@@ -99,18 +99,18 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included. A feature pays for its lines by taking others out, so these numbers go down;
 # one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_980,
-    ("strategy",): 13_405,
+    ("split",): 13_022,
+    ("strategy",): 13_408,
     ("cli", "conf", "doctor"): 8_982,
     ("telemetry", "callbacks"): 4_301,
     ("schedule",): 4_900,
     ("planning",): 5_540,
-    ("runtime",): 4_596,
+    ("runtime",): 4_593,
     ("checkpoint",): 3_654,
     ("sharding",): 3_486,
     ("distributed",): 2_431,
     ("tensor",): 3_080,
-    ("verification",): 710,
+    ("verification",): 722,
     ("recipes",): 1_745,
 }
 LINES_OUTSIDE_OF_ROOMS = 895

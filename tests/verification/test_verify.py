@@ -18,6 +18,7 @@ from verified_modules import (
     Normalised,
     NotesProcesses,
     NumPyRate,
+    OwnGenerator,
     ReadsWorldSize,
     Sampling,
     UsesLogger,
@@ -47,6 +48,11 @@ def test_a_plain_module_is_equal_through_a_checkpoint_and_with_states_of_callbac
 
 def test_what_needs_a_logger_finds_one() -> None:
     result = lightning_pp.verify(UsesLogger, Data, make_strategy, steps=1, callbacks=[LearningRateMonitor()])
+    assert result.equal, str(result)
+
+
+def test_a_loader_with_a_generator_of_its_own_resumes_alike() -> None:
+    result = lightning_pp.verify(Net, OwnGenerator, make_strategy, steps=2)
     assert result.equal, str(result)
 
 

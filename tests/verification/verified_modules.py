@@ -105,6 +105,13 @@ class Data(L.LightningDataModule):
         return DataLoader(self.dataset, batch_size=8)
 
 
+class OwnGenerator(Data):
+    """The loader shuffles by a generator of its own, with a seed of its own."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.dataset, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
 def make_strategy() -> PipelineParallelStrategy:
     return PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4)
 

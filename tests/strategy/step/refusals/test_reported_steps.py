@@ -273,6 +273,22 @@ class CountsAndCouples(Step):
         return (h - h.std(0)).square().mean()
 
 
+class CouplesBesideAMetric(Step):
+    """A median of all samples that is only logged comes before the deviation over the batch that makes the loss."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        self.log("middle", h.detach().median())
+        return (h - h.std(0)).square().mean()
+
+
+class TwoViews(Step):
+    """Joins two views of its samples in one tensor, which is as well for microbatches, and then compares all rows."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        rows = torch.cat([h, h.flip(1)])
+        return torch.cdist(rows, rows).square().mean()
+
+
 class ScaleThatMoves(Step):
     """An attribute that differs with the size of a microbatch, and that the next loss is made with."""
 
@@ -321,6 +337,8 @@ REFUSED = [
     (UpdatesOverAll, "OverAll combines several parameters in an update"),
     (Codebook, r"The step writes into a buffer of the module \('code'\)"),
     (CountsAndCouples, r"The samples are coupled in .*test_reported_steps.py:\d+ in extra by `std`"),
+    (CouplesBesideAMetric, r"The loss .*are coupled in .*test_reported_steps.py:\d+ in extra by `std`.*whole_batch"),
+    (TwoViews, r"The samples are coupled in .*test_reported_steps.py:\d+ in extra by `cdist`.*whole_batch_loss=True"),
     (ScaleThatMoves, r"The attribute 'scale' that training_step changes .* depends on how the batch is cut"),
 ]  # fmt: skip
 
