@@ -170,6 +170,12 @@ def _loaders(trainer: L.Trainer) -> list[Any]:
     return list(CombinedLoader(trainer.train_dataloader).flattened)
 
 
+def _in_order(tensor: Tensor) -> float:
+    """A sum that another order of the elements makes another."""
+    values = tensor.detach().double().flatten()
+    return float(values @ torch.linspace(1, 2, len(values), dtype=values.dtype))
+
+
 class Recorder(L.Callback):
     """Writes down what this rank has, batch by batch.
 
@@ -186,6 +192,7 @@ class Recorder(L.Callback):
         self._folder, self._rank, self._phase, self._facts = folder, rank, phase, facts
         self._seed, self._draws = seed, draws
         self._gradients: dict[str, Any] = {}
+        self._batch: dict[str, Any] = {}
         self._generator = torch.get_rng_state()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -205,6 +212,7 @@ class Recorder(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._batch = {name: _in_order(leaf) for name, leaf in leaves(batch, "batch") if isinstance(leaf, Tensor)}
         self._generator = torch.get_rng_state()
 
     def on_validation_batch_start(self, *_: Any) -> None:
@@ -232,7 +240,13 @@ class Recorder(L.Callback):
             for place, group in enumerate(optimizer.param_groups)
         }
         logged, gradients, self._gradients = dict(trainer.callback_metrics), self._gradients, {}
-        values: Any = {"loss": {"loss": loss}, "logged": logged, "gradient": gradients, "learning rate": rates}
+        values: Any = {
+            "batch": self._batch,
+            "loss": {"loss": loss},
+            "logged": logged,
+            "gradient": gradients,
+            "learning rate": rates,
+        }
         self._write(f"{self._phase}, batch_idx={batch_idx}", {**values, **_state(trainer, pl_module)})
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
