@@ -28,7 +28,7 @@ from torchmetrics.aggregation import BaseAggregator
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.split._torch_private import without_dispatch_modes
-from lightning_pp.split.data.tree import map_leaves
+from lightning_pp.split.data.tree import map_leaves, tensors_of
 from lightning_pp.split.reductions.scaling import of_whole_batch, values_as_they_are
 from lightning_pp.strategy._lightning_private import (
     computing_locally,
@@ -114,7 +114,7 @@ class PipelineMetrics:
     @contextmanager
     def untouched(self) -> Iterator[None]:
         """In the block, steps update the metrics; afterwards these are as they were before."""
-        copies = copy.deepcopy(self._collected)  # together, so that metrics of a collection share states as before
+        copies = _copied(self._collected)  # together, so that metrics of a collection share states as before
         self.batch_values = BatchValues()
         try:
             yield
@@ -247,12 +247,19 @@ def _metric_replacements(metric: Metric, answer: Returns, *, on_fakes: bool = Fa
     }
 
 
+def _copied(metrics: Any) -> Any:
+    """A deep copy; of states that the step computed with gradients, their values, since torch copies only leaves."""
+    each = metrics if isinstance(metrics, list) else [metrics]
+    computed = [tensor for metric in each for tensor in tensors_of(vars(metric)) if tensor.grad_fn is not None]
+    return copy.deepcopy(metrics, {id(tensor): tensor.detach().clone() for tensor in computed})
+
+
 def _value_of_copy(metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any], otherwise: Any) -> Any:
     """The value of ``metric`` on one batch; ``otherwise`` if it depends on the batch's values."""
     if not torch.is_grad_enabled():
         return otherwise
     with without_dispatch_modes():  # to a dry run this would be a write into memory that the step was given
-        twin = copy.deepcopy(metric)
+        twin = _copied(metric)
     for name in ("forward", "reset"):
         vars(twin).pop(name)  # those that stand in for the metric's own
     try:

@@ -15,7 +15,7 @@ from pipelined_fit import trainer
 from pool import WorkerPool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric, Metric, SumMetric
+from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 
 NUM_BATCHES = 3
 
@@ -166,9 +166,21 @@ class MaskOfFeatures(Step):
         return (h * (drawn > 0.3)).abs().mean()
 
 
+class KeepsOutputs(Step):
+    """A metric keeps outputs, and their value in the step, with their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = CatMetric()
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Any:
+        self.kept(h.mean(1))
+        return 0.0
+
+
 AS_ONE_DEVICE = [
     MomentumEncoder, ReadsGradients, GroupsByLayer, ByOwnAdam, ByAdafactor,
-    *SEVERAL, SpectralNorm, KeepsLists, MaskOfFeatures
+    *SEVERAL, SpectralNorm, KeepsLists, MaskOfFeatures, KeepsOutputs
 ]  # fmt: skip
 
 
