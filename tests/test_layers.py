@@ -99,18 +99,18 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included. A feature pays for its lines by taking others out, so these numbers go down;
 # one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_916,
-    ("strategy",): 13_422,
+    ("split",): 12_961,
+    ("strategy",): 13_425,
     ("cli", "conf", "doctor"): 8_906,
     ("telemetry", "callbacks"): 4_214,
     ("schedule",): 4_878,
     ("planning",): 5_524,
-    ("runtime",): 4_592,
+    ("runtime",): 4_589,
     ("checkpoint",): 3_625,
     ("sharding",): 3_447,
     ("distributed",): 2_431,
     ("tensor",): 3_078,
-    ("verification",): 710,
+    ("verification",): 745,
     ("recipes",): 1_745,
 }
 LINES_OUTSIDE_OF_ROOMS = 891

@@ -23,6 +23,7 @@ from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.runtime.transport.route import Route, Stop, plan_route
 from lightning_pp.runtime.whole_batch import TailRun, WholeBatch
 from lightning_pp.schedule import Action, ActionKind, Schedule
+from lightning_pp.split.comparison.consistency import detached
 from lightning_pp.split.data.tree import map_leaves, tensors_of
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.step_record import Value
@@ -320,12 +321,12 @@ class _Step:
             )
         if tail is not None:
             if tail.add(microbatch, kept):
-                self.outputs[0] = map_leaves(_detached, tail.run(entry.runner))
+                self.outputs[0] = map_leaves(detached, tail.run(entry.runner))
         elif entry.is_last_stage:
             if inputs.loss_of is not None:
                 kept.loss = inputs.loss_of(output)
             # a graph kept alive by what the step returned would keep its activations
-            self.outputs[microbatch] = map_leaves(_detached, output)
+            self.outputs[microbatch] = map_leaves(detached, output)
         if entry.stop.departures:
             self._transport.send(entry.stop, kept.outputs)
             kept.outputs.clear()  # the transport keeps them as long as it needs to
@@ -430,7 +431,3 @@ class _Program:
     entries: list[_Entry | Stop]
     splits_backward: bool
     sent_bytes: Mapping[int, int]
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -16,7 +16,7 @@ from lightning_pp.verification.recording import Facts, Moment, moment_file
 
 #: In the order in which a difference of one moment is told.
 KINDS = (
-    *("loss", "logged", "gradient", "weight", "buffer", "optimizer state", "learning rate"),
+    *("batch", "loss", "logged", "gradient", "weight", "buffer", "optimizer state", "learning rate"),
     *("state of a callback", "checkpoint"),
 )
 #: The largest relative difference that counts as equal, by dtype.
@@ -134,8 +134,17 @@ def tolerance_of(dtype: object) -> float:
     return TOLERANCES.get(dtype, _COARSEST)
 
 
-def causes(expected: Facts, found_by_rank: Facts) -> list[str]:
+_OTHER_BATCHES = (
+    "Known cause: the two trainings read other batches. A loader, sampler or dataset draws from something that the "
+    "run's seed does not set, or keeps what a resume on one device does not restore (an order that it shuffles in "
+    "place)."
+)
+
+
+def causes(expected: Facts, found_by_rank: Facts, first: Difference) -> list[str]:
     """What is known to make a pipeline of this module differ, and what it warned of; if nothing is, what to look at."""
+    if first.kind == "batch":
+        return [_OTHER_BATCHES]
     told = [text for text in found_by_rank.warnings if text not in expected.warnings]
     found = [f"The pipeline warned: {text}" for text in told]
     if expected.draws:

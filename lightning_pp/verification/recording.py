@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +21,7 @@ from lightning_pp.checkpoint.content import MODEL, OPTIMIZERS
 from lightning_pp.checkpoint.reading.open import read_alone
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.strategy import PipelineParallelStrategy
+from lightning_pp.strategy.step.loader_state import own_draws, set_own_draws
 
 TRAINING, RESUMED = "training", "resumed training"
 FLOAT64 = "64-true"
@@ -82,7 +84,7 @@ class Moment:
 
 def train_twice(job: Job, rank: int) -> Facts:
     """Trains, validates, saves a checkpoint, and does so again from this checkpoint with parts made anew."""
-    facts = Facts()
+    facts, draws = Facts(), list[list[Any]]()
     path = job.folder / "resume.ckpt"
     for phase, ckpt_path in ((TRAINING, None), (RESUMED, path)):
         L.seed_everything(job.seed, workers=True, verbose=False)
@@ -90,7 +92,7 @@ def train_twice(job: Job, rank: int) -> Facts:
         facts.num_without_dropout = without_dropout(module)
         if job.trainer["precision"] == FLOAT64:
             module.double()  # Lightning loads a checkpoint before it converts the module, through float32
-        recorder = Recorder(job.folder, rank, phase, facts, job.seed)
+        recorder = Recorder(job.folder, rank, phase, facts, job.seed, draws)
         trainer = _trainer(job, strategy, [*kept(callbacks or []), recorder], num_epochs=1 + (phase == RESUMED))
         L.seed_everything(job.seed, workers=True, verbose=False)
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=False)
@@ -164,6 +166,16 @@ def without_dropout(module: nn.Module) -> int:
     return changed
 
 
+def _loaders(trainer: L.Trainer) -> list[Any]:
+    return list(CombinedLoader(trainer.train_dataloader).flattened)
+
+
+def _in_order(tensor: Tensor) -> float:
+    """A sum that another order of the elements makes another."""
+    values = tensor.detach().double().flatten()
+    return float(values @ torch.linspace(1, 2, len(values), dtype=values.dtype))
+
+
 class Recorder(L.Callback):
     """Writes down what this rank has, batch by batch.
 
@@ -173,12 +185,14 @@ class Recorder(L.Callback):
         phase: What the training is called.
         facts: To be filled.
         seed: Of the resumed epoch: a pipeline has the random state of its checkpoint, which one device does not keep.
+        draws: Nor does it keep the generators that loaders hold: their states go from one training to the next in here.
     """
 
-    def __init__(self, folder: Path, rank: int, phase: str, facts: Facts, seed: int) -> None:
+    def __init__(self, folder: Path, rank: int, phase: str, facts: Facts, seed: int, draws: list[list[Any]]) -> None:
         self._folder, self._rank, self._phase, self._facts = folder, rank, phase, facts
-        self._seed = seed
+        self._seed, self._draws = seed, draws
         self._gradients: dict[str, Any] = {}
+        self._batch: dict[str, Any] = {}
         self._generator = torch.get_rng_state()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -189,10 +203,16 @@ class Recorder(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._phase == RESUMED:
             L.seed_everything(self._seed, workers=True, verbose=False)
+            for loader, states in zip(_loaders(trainer), self._draws, strict=False):
+                set_own_draws(loader, states)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._draws[:] = map(own_draws, _loaders(trainer))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._batch = {name: _in_order(leaf) for name, leaf in leaves(batch, "batch") if isinstance(leaf, Tensor)}
         self._generator = torch.get_rng_state()
 
     def on_validation_batch_start(self, *_: Any) -> None:
@@ -220,7 +240,13 @@ class Recorder(L.Callback):
             for place, group in enumerate(optimizer.param_groups)
         }
         logged, gradients, self._gradients = dict(trainer.callback_metrics), self._gradients, {}
-        values: Any = {"loss": {"loss": loss}, "logged": logged, "gradient": gradients, "learning rate": rates}
+        values: Any = {
+            "batch": self._batch,
+            "loss": {"loss": loss},
+            "logged": logged,
+            "gradient": gradients,
+            "learning rate": rates,
+        }
         self._write(f"{self._phase}, batch_idx={batch_idx}", {**values, **_state(trainer, pl_module)})
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -130,7 +130,7 @@ def _verify(job: Job, devices: int, precision: Any) -> Verification:
     result.differences, result.compared = comparison.differences, comparison.compared
     result.largest = comparison.largest
     if result.differences:
-        result.causes = causes(facts, ranks[0])
+        result.causes = causes(facts, ranks[0], result.differences[0])
     elif not result.compared.get("loss"):
         result.failure = "the training on one device ran no batch"
     return result

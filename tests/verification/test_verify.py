@@ -18,8 +18,10 @@ from verified_modules import (
     Normalised,
     NotesProcesses,
     NumPyRate,
+    OwnGenerator,
     ReadsWorldSize,
     Sampling,
+    ShuffledInPlace,
     UsesLogger,
     make_strategy,
 )
@@ -48,6 +50,18 @@ def test_a_plain_module_is_equal_through_a_checkpoint_and_with_states_of_callbac
 def test_what_needs_a_logger_finds_one() -> None:
     result = lightning_pp.verify(UsesLogger, Data, make_strategy, steps=1, callbacks=[LearningRateMonitor()])
     assert result.equal, str(result)
+
+
+def test_a_loader_with_a_generator_of_its_own_resumes_alike() -> None:
+    result = lightning_pp.verify(Net, OwnGenerator, make_strategy, steps=2)
+    assert result.equal, str(result)
+
+
+def test_other_batches_of_a_resumed_training_are_told_as_the_cause() -> None:
+    result = lightning_pp.verify(Net, ShuffledInPlace, make_strategy, steps=2)
+    first = result.differences[0]
+    assert (first.place, first.kind) == ("resumed training, batch_idx=0", "batch")
+    assert result.causes[0].startswith("Known cause: the two trainings read other batches.")
 
 
 def test_the_first_difference_is_told_with_both_numbers() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,32 @@ class Data(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.dataset, batch_size=8)
+
+
+class OwnGenerator(Data):
+    """The loader shuffles by a generator of its own, with a seed of its own."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.dataset, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+class InPlace:
+    """A sampler that shuffles one list again and again, by a generator of its own."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.order, self.generator = list(range(num_samples)), random.Random(0)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.shuffle(self.order)
+        return iter(self.order)
+
+
+class ShuffledInPlace(Data):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.dataset, batch_size=8, sampler=InPlace(len(self.dataset)))
 
 
 def make_strategy() -> PipelineParallelStrategy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,8 @@ from lightning_pp.split.reductions.recording import tensors_given
 from lightning_pp.split.reductions.scaling import degree_of, set_degree
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
 
+_ORIGINS = "_pp_origins"
+
 
 def is_close(value: float, other: float, tolerance: float, *scale: float) -> bool:
     """Whether two numbers agree to ``tolerance``, relative to the largest of them and of ``scale``; NaN equals NaN."""
@@ -34,7 +36,7 @@ def is_close(value: float, other: float, tolerance: float, *scale: float) -> boo
 def parts_make_whole(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float], tolerance: float) -> bool:
     """Whether ``parts`` make ``whole``: they are its rows, or their weighted mean or each of them is it.
 
-    True also where their shapes leave that open.
+    Each may also have several views of its rows, one after the other. True also where their shapes leave that open.
     """
     if is_fake(whole) or any(map(is_fake, parts)) or not whole.numel():
         return True
@@ -46,7 +48,7 @@ def parts_make_whole(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[f
     for dim in range(whole.dim()):
         others = [_without(part.shape, dim) == _without(whole.shape, dim) for part in parts]
         if all(others) and sum(part.shape[dim] for part in parts) == whole.shape[dim]:
-            return _all_close(whole, torch.cat(list(parts), dim), tolerance)
+            return any(_all_close(whole, rows, tolerance) for rows in _joined(parts, dim))
     if any(part.shape != whole.shape for part in parts):
         grow = [sum(part.shape[dim] for part in parts) == size for dim, size in enumerate(whole.shape)]
         return sum(grow) <= 1  # of rows beside rows nothing is said
@@ -55,6 +57,16 @@ def parts_make_whole(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[f
     mean = sum(part.double() * weight for part, weight in zip(parts, weights, strict=True))
     assert isinstance(mean, Tensor)
     return _all_close(whole, mean, tolerance) or all(_all_close(whole, part, tolerance) for part in parts)
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Iterator[Tensor]:
+    """``parts`` one after the other; and, as if each had several views of its samples, view after view."""
+    sizes = [part.shape[dim] for part in parts]
+    for num_views in range(1, math.gcd(*sizes) + 1):
+        if not math.gcd(*sizes) % num_views:
+            shapes = [(num_views, size // num_views) for size in sizes]
+            views = [torch.unflatten(part, dim, shape) for part, shape in zip(parts, shapes, strict=True)]
+            yield torch.cat(views, dim + 1).flatten(dim, dim + 1)
 
 
 def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
@@ -78,6 +90,7 @@ class Seen:
         functions: Outside of units: name, line, tensors given and given back of each torch function.
         moved: Names of the buffers that the step wrote into.
         auxiliary: Of a part: puts in the auxiliary losses of the whole.
+        origins: Places of the functions that what differs comes from, if that is known; metrics beside it are not.
     """
 
     share: float = 1.0
@@ -85,6 +98,11 @@ class Seen:
     functions: list[Call] = field(default_factory=list)
     moved: set[str] = field(default_factory=set)
     auxiliary: AuxiliaryLosses = field(default_factory=lambda: AuxiliaryLosses(()))
+    origins: Set[int] = frozenset()
+
+    def follow(self, outputs: Any) -> None:
+        """Only what ``outputs`` come from is looked at."""
+        self.origins = _origins_of(outputs)
 
 
 @contextmanager
@@ -100,6 +118,7 @@ def watched(seen: Seen, module: nn.Module, units: Mapping[str, nn.Module]) -> It
             times[name] = times.get(name, -1) + 1
             seen.units[name, times[name]] = (_as_now((args, kwargs)), _as_now(output))
             seen.auxiliary.meets_rows |= seen.auxiliary.holds((args, kwargs))
+            _note_origins(output, _origins_of((args, kwargs)))
 
     hook = register_module_forward_hook(note, with_kwargs=True)
     try:
@@ -123,10 +142,32 @@ class _Functions(OutsideUnits):
             return func(*args, **kwargs)
         name, given = getattr(func, "__name__", str(func)), _as_now(tensors)
         results: list[Tensor] = []  # stays empty if the stage ends with this function
+        origins = _origins_of((args, kwargs)) | {len(self._seen.functions)}
         self._seen.functions.append((name, user_line(), given, results))
         result = self._seen.auxiliary.run(func, name, args, kwargs)
         results += _as_now(result)
+        _note_origins(tensors if result is None else result, origins)  # None: written into what it was given
         return result
+
+
+def _origins_of(tree: Any) -> frozenset[int]:
+    """Which of the functions that ran between units the tensors in ``tree`` come from, by their places."""
+    return frozenset[int]().union(*(getattr(tensor, _ORIGINS, ()) for tensor in tensors_of(tree)))
+
+
+def detached(leaf: Any) -> Any:
+    """``leaf``; if it is a tensor, without its graph, and with its origins."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    tensor = leaf.detach()
+    if hasattr(leaf, _ORIGINS):
+        setattr(tensor, _ORIGINS, getattr(leaf, _ORIGINS))
+    return tensor
+
+
+def _note_origins(tree: Any, origins: frozenset[int]) -> None:
+    for tensor in tensors_of(tree):
+        setattr(tensor, _ORIGINS, origins)
 
 
 def _as_now(tree: Any) -> list[Tensor]:
@@ -175,6 +216,8 @@ def first_culprit(whole: Seen, parts: Sequence[Seen], weights: Sequence[float], 
         return None
     for place, (name, line, given, results) in enumerate(whole.functions):
         others = [(part.functions[place], part.share) for part in parts]
+        if whole.origins and place not in whole.origins:
+            continue
         if any(other[0] != name for other, _ in others):
             return None
         of_given = [_of_whole(other[2], share) for other, share in others]

@@ -17,8 +17,9 @@ def discover_units(module: nn.Module, patterns: Sequence[str] | None = None) -> 
 
     Without ``patterns``, the units are the children of every outermost block list (a ``ModuleList``, ``Sequential`` or
     ``ModuleDict`` in which a class of parameter-owning children repeats: encoder and decoder give two lists, the stages
-    of a conv net four) and every other parameter-owning module beside them. With ``patterns``, the modules whose names
-    match (exactly, or as a shell pattern such as ``model.layers.*``) take the place of the block lists.
+    of a conv net four) and every other parameter-owning module beside them. A list in a list gives its own children.
+    With ``patterns``, the modules whose names match (exactly, or as a shell pattern such as ``model.layers.*``) take
+    the place of the block lists.
 
     A parameter that belongs to no unit (one at the root, say) is owned by the stages that use it.
 
@@ -127,7 +128,7 @@ def _repeated_blocks(module: nn.Module) -> set[nn.Module]:
     def descend(parent: nn.Module) -> None:
         children = [child for child in parent.children() if owns_parameters(child)]
         if is_block_list(parent):
-            blocks.update(children)
+            blocks.update(refine_unit("", parent).values())
             return
         for child in children:
             descend(child)
@@ -161,5 +162,6 @@ def _collect(
 
 
 def _is_callable_module(module: nn.Module) -> bool:
-    """Lists and dicts of modules have no forward of their own."""
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+    """Lists and dicts of modules have no forward of their own, unless a class derived from them has one."""
+    has_forward = type(module).forward is not nn.Module.forward
+    return has_forward or not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))

@@ -125,10 +125,11 @@ class PartCheck:
         of_replicas = self.groups.gather(differences, "the check of a first batch")
         if not any(of_replicas):
             return
-        are_attributes = all(difference.is_attribute for found in of_replicas for difference in found)
+        everywhere = [difference for found in of_replicas for difference in found]
+        are_attributes = all(difference.is_attribute for difference in everywhere)
         are_harmless = are_attributes and not self._attributes_matter(observe, whole, parts)
-        ends_run = any(difference.ends_run for found in of_replicas for difference in found)
-        found = Found() if are_harmless else self._culprit(observe, ends_run)
+        ends_run = any(difference.ends_run for difference in everywhere)
+        found = Found() if are_harmless else self._culprit(observe, ends_run, everywhere[0].is_loss)
         shown = differences or next(found for found in of_replicas if found)
         sizes = [part.num_samples for part in self.sizes.parts]
         code = getattr(inspect.unwrap(getattr(type(self.module), self.step)), "__code__", None)
@@ -240,12 +241,13 @@ class PartCheck:
     def _of_parts(self, draws: Draws) -> Around:
         return lambda index, stage: draws.around(stage, self._places[index], is_end=index == END_OF_BATCH)
 
-    def _culprit(self, observe: Observe, ends_run: bool) -> Found:
+    def _culprit(self, observe: Observe, ends_run: bool, is_loss: bool) -> Found:
         """Runs both again, watched: each part with the buffers as before the batch, and auxiliary losses of the whole.
 
         Args:
             observe: Runs the step.
             ends_run: Whether only differences count that end the run.
+            is_loss: Whether it is the loss that differs.
         """
         draws = Draws()
         of_whole: dict[int, Seen] = {}
@@ -278,6 +280,7 @@ class PartCheck:
         # each part's loss would be that of the whole if there were nothing else in it
         assert isinstance(whole, Observed) and isinstance(parts, Observed)
         is_alone = self.groups.is_last_stage and all(is_close(loss, whole.loss, 1e-9) for loss in parts.losses)
+        of_whole[max(of_whole)].follow(whole.outputs if is_loss else ())
         lines, are_losses = set[str](), not is_alone or (self.allows_auxiliary and not whole.losses)
         for stage, seen in of_whole.items():
             others = [part[stage] for part in of_parts if stage in part]

@@ -30,7 +30,7 @@ from torchmetrics.aggregation import BaseAggregator
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.split._torch_private import without_dispatch_modes, without_function_modes
-from lightning_pp.split.data.tree import leaves_of, map_leaves
+from lightning_pp.split.data.tree import map_leaves, tensors_of
 from lightning_pp.split.reductions.scaling import of_whole_batch, values_as_they_are
 from lightning_pp.strategy._lightning_private import (
     computing_locally,
@@ -265,7 +265,7 @@ def _value_without_data(metric: Metric) -> Any:
 
 def _copies(metrics: list[Any]) -> list[Any]:
     """Copies that share states where ``metrics`` do. What has a graph keeps it, which :func:`copy.deepcopy` refuses."""
-    tensors = (leaf for metric in metrics for leaf in leaves_of(vars(metric)) if isinstance(leaf, Tensor))
+    tensors = (tensor for metric in metrics for part in metric.modules() for tensor in tensors_of(vars(part)))
     with torch.enable_grad():
         known = {id(tensor): tensor.clone() for tensor in tensors if tensor.grad_fn is not None}
     return copy.deepcopy(metrics, known)

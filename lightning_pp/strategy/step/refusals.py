@@ -113,9 +113,9 @@ def refuse_carried_state(module: pl.LightningModule, step: str, record: StepReco
         if num_microbatches > 1:
             raise ConfigurationError(
                 f"{step} of {type(module).__name__} leaves a tensor in {name}, and the next step uses it, at "
-                f"{carried.line}. A batch is cut into {num_microbatches} microbatches. Each would start from the state "
-                "of the whole previous batch, not from that of its own rows. Set num_microbatches=1, which carries "
-                "such state from batch to batch as one device does, or start each step from a new state."
+                f"{carried.line}. A batch is cut into {num_microbatches} microbatches, and it is not known how they "
+                "would share that tensor. Set num_microbatches=1, which carries such state from batch to batch as one "
+                "device does, or start each step from a new state."
             )
 
 

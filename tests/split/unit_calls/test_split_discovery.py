@@ -84,6 +84,17 @@ def test_units_are_never_nested() -> None:
         assert len(set(map(id, units.values()))) == len(units)
 
 
+def test_a_list_of_lists_gives_the_modules_that_can_be_called() -> None:
+    class Called(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[1](self[0](x))
+
+    level = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Identity()])
+    other = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(4, 4)})])
+    module = nn.ModuleList([level, other, Called([nn.Linear(4, 4), nn.Linear(4, 4)])])
+    assert list(discover_units(module)) == ["0.0", "0.1", "1.0.a", "2"]
+
+
 def test_patterns_choose_levels() -> None:
     module = nn.ModuleDict({"a": nn.Sequential(Block(), Block()), "b": nn.Sequential(Block(), Block())})
     assert list(discover_units(module, ["a.*"])) == ["a.0", "a.1", "b"]

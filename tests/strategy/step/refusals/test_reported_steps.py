@@ -15,7 +15,7 @@ from pipelined_fit import trainer
 from pool import WorkerPool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric, Metric, SumMetric
+from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 
 NUM_BATCHES = 3
 
@@ -166,9 +166,21 @@ class MaskOfFeatures(Step):
         return (h * (drawn > 0.3)).abs().mean()
 
 
+class KeepsOutputs(Step):
+    """A metric keeps outputs, and their value in the step, with their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = CatMetric()
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Any:
+        self.kept(h.mean(1))
+        return 0.0
+
+
 AS_ONE_DEVICE = [
     MomentumEncoder, ReadsGradients, GroupsByLayer, ByOwnAdam, ByAdafactor,
-    *SEVERAL, SpectralNorm, KeepsLists, MaskOfFeatures
+    *SEVERAL, SpectralNorm, KeepsLists, MaskOfFeatures, KeepsOutputs
 ]  # fmt: skip
 
 
@@ -273,6 +285,22 @@ class CountsAndCouples(Step):
         return (h - h.std(0)).square().mean()
 
 
+class CouplesBesideAMetric(Step):
+    """A median of all samples that is only logged comes before the deviation over the batch that makes the loss."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        self.log("middle", h.detach().median())
+        return (h - h.std(0)).square().mean()
+
+
+class TwoViews(Step):
+    """Joins two views of its samples in one tensor, which is as well for microbatches, and then compares all rows."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        rows = torch.cat([h, h.flip(1)])
+        return torch.cdist(rows, rows).square().mean()
+
+
 class ScaleThatMoves(Step):
     """An attribute that differs with the size of a microbatch, and that the next loss is made with."""
 
@@ -319,8 +347,10 @@ REFUSED = [
     (SeedsTorch, r"test_reported_steps.py:\d+ in training_step draws the same random numbers for every microbatch"),
     (EvaluatesAgain, "SharpnessAware.step calls its closure several times"),
     (UpdatesOverAll, "OverAll combines several parameters in an update"),
-    (Codebook, r"The step writes into a buffer of the module \('code'\)"),
+    (Codebook, r"leaves a tensor in self.code, and the next step uses it, at .*extra.*num_microbatches=1"),
     (CountsAndCouples, r"The samples are coupled in .*test_reported_steps.py:\d+ in extra by `std`"),
+    (CouplesBesideAMetric, r"The loss .*are coupled in .*test_reported_steps.py:\d+ in extra by `std`.*whole_batch"),
+    (TwoViews, r"The samples are coupled in .*test_reported_steps.py:\d+ in extra by `cdist`.*whole_batch_loss=True"),
     (ScaleThatMoves, r"The attribute 'scale' that training_step changes .* depends on how the batch is cut"),
 ]  # fmt: skip
 
