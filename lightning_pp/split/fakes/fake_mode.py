@@ -161,13 +161,20 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return self._tried_out(func, args, kwargs, failure)
 
     def _tried_out(self, func: Any, args: Any, kwargs: Any, failure: Exception) -> Any:
-        """Runs ``func`` on several contents of the fakes; if the shapes agree they do not depend on them."""
-        attempts = []
-        try:
-            for fill in (torch.zeros, torch.ones, MadeUpData().content):
-                given = tree_map(lambda leaf, fill=fill: _filled(leaf, fill), (args, kwargs))
+        """Runs ``func`` on several contents of the fakes; if the shapes agree they do not depend on them.
+
+        What it raises on all contents alike is raised.
+        """
+        attempts, errors = [], list[Exception]()
+        for fill in (torch.zeros, torch.ones, MadeUpData().content):
+            given = tree_map(lambda leaf, fill=fill: _filled(leaf, fill), (args, kwargs))
+            try:
                 attempts.append(tree_flatten(func(*given[0], **given[1])))
-        except Exception:
+            except Exception as error:
+                errors.append(error)
+        if not attempts and len(set(map(repr, errors))) == 1:
+            raise errors[0]
+        if errors:
             raise NeedsDataError(str(func), user_line(), in_step=not self._refuses_edits) from failure
         leaves, containers = attempts[-1]
         alternatives = list(zip(*(attempt for attempt, _ in attempts), strict=False))

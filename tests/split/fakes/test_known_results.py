@@ -179,6 +179,16 @@ def test_what_needs_data_is_refused_every_time() -> None:
     assert given["x"][~MASK].shape == (12 - int(MASK.sum()), 4)
 
 
+def test_what_fails_whatever_the_data_are_raises_its_own_error() -> None:
+    logits = fakes(FakeValueMode())["x"].float().log_softmax(-1)  # [2, 6, 4]
+    arguments = torch.ones(9, dtype=torch.long), (2,) * 6, (1,) * 5  # five lengths for six samples
+    with pytest.raises(RuntimeError) as expected:
+        F.ctc_loss(torch.zeros(2, 6, 4).log_softmax(-1), *arguments)
+    with pytest.raises(RuntimeError) as found:
+        F.ctc_loss(logits, *arguments)
+    assert str(found.value) == str(expected.value)
+
+
 def test_an_edit_of_a_real_tensor_is_refused_every_time() -> None:
     mode = FakeValueMode()
     given = fakes(mode)
