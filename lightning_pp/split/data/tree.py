@@ -55,8 +55,14 @@ def map_children(function: Callable[[Any], Any], tree: Any) -> Any:
 def children_of(tree: Any) -> list[Any]:
     """The direct children of ``tree``; none for a leaf."""
     found: list[Any] = []
-    map_children(found.append, tree)
+    map_children(partial(_noted, found), tree)
     return found
+
+
+def _noted(found: list[Any], entry: Any) -> Any:
+    """``entry``, which a copy of its container may have: some dataclasses refuse others."""
+    found.append(entry)
+    return entry
 
 
 _NO_CONTAINER = object()
@@ -90,7 +96,7 @@ def _map_other_children(function: Callable[[Any], Any], tree: Any) -> Any:
 def leaves_of(tree: Any) -> list[Any]:
     """All leaves of ``tree`` in the order in which :func:`map_leaves` visits them."""
     found: list[Any] = []
-    map_leaves(found.append, tree)
+    map_leaves(partial(_noted, found), tree)
     return found
 
 

@@ -48,6 +48,28 @@ class Slotted:
     rest: Any
 
 
+class OnlyTensors:
+    """A field that checks what it is set to."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = "_" + name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self if instance is None else vars(instance)[self.name]
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"got {type(value)}")
+        vars(instance)[self.name] = value
+
+
+@dataclass
+class Validated:
+    """As the batches of some libraries."""
+
+    value: Tensor = OnlyTensors()  # type: ignore[assignment]
+
+
 def one() -> Tensor:
     return torch.ones(2)
 
@@ -179,3 +201,9 @@ def test_runs_get_containers_of_their_own() -> None:
     copied = own_copy(tree)
     copied["slotted"].x[0].zero_()
     assert torch.equal(x, torch.arange(4.0)) and not copied["list"][0].any()
+
+
+def test_what_refuses_other_values_is_read() -> None:
+    value = one()
+    assert children_of(Validated(value)) == leaves_of([Validated(value)]) == [value]
+    assert tensors_of(Validated(value))[0] is value
