@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -114,7 +115,8 @@ def early_stopping_in_its_forms(layout: Layout | None, folder: Path) -> Any:
             "stopped": stopping.stopped_epoch,
             "waited": stopping.wait_count,
             "score": f"{plain(stopping.best_score):.9f}",
-            "reason": stopping.stopping_reason_message,
+            # digits that sums in another order round differently are left out
+            "reason": re.sub(r"(\.\d{9})\d+", r"\1", str(stopping.stopping_reason_message)),
             "epochs": trainer.current_epoch,
         }
     return found
