@@ -135,9 +135,9 @@ def tolerance_of(dtype: object) -> float:
 
 
 _OTHER_BATCHES = (
-    "Known cause: the two trainings read other batches. A loader, sampler or dataset draws from something that the "
-    "run's seed does not set, or keeps what a resume on one device does not restore (an order that it shuffles in "
-    "place)."
+    "Known cause: the two trainings read other batches. Either a loader, sampler or dataset draws from something that "
+    "the run's seed does not set. Or it keeps what a resume on one device does not restore, such as an order that it "
+    "shuffles in place."
 )
 
 

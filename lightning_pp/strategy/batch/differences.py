@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from lightning_pp.errors import enumerate_names
 from lightning_pp.split.comparison.consistency import Culprit, is_close
+from lightning_pp.split.comparison.decisions import Decisions
 from lightning_pp.split.data.tree import leaves_of
-from lightning_pp.split.unit_calls.decisions import Decisions
 from lightning_pp.strategy.batch.run import BatchRun
 from lightning_pp.strategy.batch.scaling import PER_MICROBATCH
 from lightning_pp.strategy.results.learned import is_number

@@ -17,6 +17,7 @@ from lightning_pp.planning.steps.plans import key_of, signature_of
 from lightning_pp.planning.steps.state import AttributesOutsideUnits, StepState, holds_objects
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.whole_batch import WholeBatch
+from lightning_pp.split.comparison.decisions import Decisions
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.data.tree import own_containers, own_copy
 from lightning_pp.split.dry_run.run import DryRun
@@ -25,7 +26,6 @@ from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.step_record import StepRecord
 from lightning_pp.split.record.whole_batch import plan_whole_batch
 from lightning_pp.split.reductions.recording import EarlierRun
-from lightning_pp.split.unit_calls.decisions import Decisions
 from lightning_pp.strategy.batch.counting import BatchSteps, StepCounting
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.differences import Around

@@ -10,9 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
 
+from lightning_pp.split.comparison.decisions import Decisions
 from lightning_pp.split.reductions.scaling import ScaledStep
 from lightning_pp.split.unit_calls.compilation import uncompiled_outside_units
-from lightning_pp.split.unit_calls.decisions import Decisions
 from lightning_pp.strategy.batch.scaling import ScaledBatch
 from lightning_pp.strategy.results.attributes import StepAttributes
 from lightning_pp.strategy.results.logs import StepLogs
