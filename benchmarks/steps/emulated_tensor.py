@@ -29,7 +29,7 @@ from emulated_ranks import print_heading, rows_of_ranks, table_row
 from emulated_runs import CPU, SLEEPS, WIDTH, Kind, Ours, SleepInInput
 from torch import Tensor, nn
 
-from lightning_pp.runtime.split_backward.queue import COLLECTOR, add_product
+from lightning_pp.runtime.split_backward.queue import COLLECTOR
 from lightning_pp.runtime.transport.channels import Transport
 from lightning_pp.schedule import Schedule, StageCosts, build_schedule
 from lightning_pp.tensor import functions
@@ -102,15 +102,15 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         (x,), (grad,) = ctx.saved_tensors, grad_outputs
         if COLLECTOR.queue is not None:
-            COLLECTOR.queue.append(_add, ctx.weight, grad, x.detach(), ctx.stage)
+            COLLECTOR.queue.append(ctx.weight, grad, x.detach(), _weight_gradient, ctx.stage)
             return grad @ ctx.weight, None, None
         SLEEPS.sleep(ctx.stage, "W")
         return grad @ ctx.weight, grad.t() @ x, None
 
 
-def _add(weight: Tensor, left: Tensor, right: Tensor, stage: int) -> None:
+def _weight_gradient(weight: Tensor, left: Tensor, right: Tensor, stage: int) -> Tensor:
     SLEEPS.sleep(stage, "W")
-    add_product(weight, left, right)
+    return left.t() @ right
 
 
 class Stage(nn.Module):

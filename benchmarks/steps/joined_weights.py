@@ -53,12 +53,12 @@ def joined(queues: list[WeightGradientQueue]) -> None:
     first = queues[0]
     found: list[Any] = []
     for entries in zip(*(queue._entries for queue in queues), strict=True):
-        add_gradient, weight, left, _, extra = entries[0]
-        if extra is not None or left.dim() < 2:  # no product of two matrices
+        weight, left, _, gradient_of, _ = entries[0]
+        if gradient_of is not None or left.dim() < 2:  # no product of two matrices
             found += entries
             continue
-        sides = ([entry[side].flatten(0, -2) for entry in entries] for side in (2, 3))
-        found.append((add_gradient, weight, *map(torch.cat, sides), None))
+        sides = ([entry[side].flatten(0, -2) for entry in entries] for side in (1, 2))
+        found.append((weight, *map(torch.cat, sides), None, None))
     first._entries = found
     first.run()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -164,7 +163,8 @@ class PipelineWandbLogger(WandbLogger):
 def _checkpoints_of(callback: ModelCheckpoint) -> dict[str, list[str]]:
     """Paths of the checkpoints that a callback keeps, each with its aliases; links are what they lead to."""
     found: dict[str, list[str]] = {}
-    newest = callback.last_model_path or _newest(callback.best_k_models or [callback.best_model_path])
+    kept = callback.best_k_models or [callback.best_model_path]
+    newest = callback.last_model_path or max(filter(None, kept), key=lambda path: _time_of(path) or 0.0, default="")
     for path in [*callback.best_k_models, callback.best_model_path, newest]:
         if path:
             found.setdefault(path if _is_url(path) else os.path.realpath(path), [])
@@ -172,10 +172,6 @@ def _checkpoints_of(callback: ModelCheckpoint) -> dict[str, list[str]]:
         if path:
             found[path if _is_url(path) else os.path.realpath(path)].append(alias)
     return dict(sorted(found.items(), key=lambda item: "latest" in item[1]))
-
-
-def _newest(paths: Iterable[str]) -> str:
-    return max((path for path in paths if path), key=lambda path: _time_of(path) or 0.0, default="")
 
 
 def _time_of(path: str) -> float | None:

@@ -171,14 +171,13 @@ def _going_on(run: EarlierRun, arguments: Sequence[str], attempt: int) -> list[s
 
 def _folder_if_saved(arguments: Sequence[str]) -> str | None:
     """The folder that ``hydra.run.dir`` names, if a run in it has saved a checkpoint: for jobs that start again."""
-    folder = _value_of("hydra.run.dir", arguments)
-    if folder is None:
+    if _value_of("hydra.run.dir", arguments) is None:
         raise UserError(
             "resume=auto continues the run in the folder of hydra.run.dir, if it has saved a checkpoint. Give a folder "
             "that all processes see: hydra.run.dir=/data/run"
         )
-    started = Path(folder, ".hydra", "hydra.yaml").is_file()
-    return folder if started and EarlierRun.at(folder).has_saved() else None
+    folder = _folder_with_run(arguments)
+    return folder if folder is not None and EarlierRun.at(folder).has_saved() else None
 
 
 def _enter(run: EarlierRun) -> None:

@@ -20,7 +20,7 @@ from lightning_pp.errors import ConfigurationError
 T = TypeVar("T")
 
 # Most messages (a few logged values) fit into one frame, so they cost one collective; longer ones cost two.
-_FRAME_BYTES = 4096
+FRAME_BYTES = 4096
 _LENGTH_BYTES = 8
 # of a message that nobody sends
 _TAG_OF_NOTHING = (1 << 30) + 5
@@ -265,49 +265,52 @@ def pickled_error(error: Exception) -> bytes:
     return payload
 
 
-def _frame(payload: bytes) -> Tensor:
-    frame = bytearray(_FRAME_BYTES)
+def frame_of(payload: bytes) -> Tensor:
+    """The first part of a message, of a fixed size: its length, and as much of it as there is room for."""
+    frame = bytearray(FRAME_BYTES)
     frame[:_LENGTH_BYTES] = len(payload).to_bytes(_LENGTH_BYTES, "little")
-    head = payload[: _FRAME_BYTES - _LENGTH_BYTES]
+    head = payload[: FRAME_BYTES - _LENGTH_BYTES]
     frame[_LENGTH_BYTES : _LENGTH_BYTES + len(head)] = head
     return torch.frombuffer(frame, dtype=torch.uint8)
 
 
-def _open_frame(frame: Tensor) -> tuple[int, bytes]:
+def open_frame(frame: Tensor) -> tuple[int, bytes]:
+    """The length of a message, and what its frame has of it."""
     content = frame.numpy().tobytes()
     length = int.from_bytes(content[:_LENGTH_BYTES], "little")
     return length, content[_LENGTH_BYTES : _LENGTH_BYTES + length]
 
 
-def _rest(payload: bytes, num_bytes: int) -> Tensor:
-    rest = payload[_FRAME_BYTES - _LENGTH_BYTES :]
+def rest_of(payload: bytes, num_bytes: int) -> Tensor:
+    """What its frame has not of a message, filled up to ``num_bytes``."""
+    rest = payload[FRAME_BYTES - _LENGTH_BYTES :]
     return torch.frombuffer(bytearray(rest.ljust(num_bytes, b"\0")), dtype=torch.uint8)
 
 
 def _broadcast(payload: bytes, group: dist.ProcessGroup, source: int) -> bytes:
-    frame = _frame(payload)
+    frame = frame_of(payload)
     dist.broadcast(frame, group=group, group_src=source)
-    length, head = _open_frame(frame)
+    length, head = open_frame(frame)
     if (missing := length - len(head)) == 0:
         return head
-    rest = _rest(payload, missing)
+    rest = rest_of(payload, missing)
     dist.broadcast(rest, group=group, group_src=source)
     return head + rest.numpy().tobytes()
 
 
 def _start_all_gather(payload: bytes, group: dist.ProcessGroup) -> Callable[[], list[bytes]]:
-    frames = [torch.empty(_FRAME_BYTES, dtype=torch.uint8) for _ in range(group.size())]
-    work = dist.all_gather(frames, _frame(payload), group=group, async_op=True)
+    frames = [torch.empty(FRAME_BYTES, dtype=torch.uint8) for _ in range(group.size())]
+    work = dist.all_gather(frames, frame_of(payload), group=group, async_op=True)
 
     def finish() -> list[bytes]:
         assert work is not None
         work.wait()
-        opened = [_open_frame(frame) for frame in frames]
+        opened = [open_frame(frame) for frame in frames]
         longest = max(length - len(head) for length, head in opened)
         if longest == 0:
             return [head for _, head in opened]
         rests = [torch.empty(longest, dtype=torch.uint8) for _ in opened]
-        dist.all_gather(rests, _rest(payload, longest), group=group)
+        dist.all_gather(rests, rest_of(payload, longest), group=group)
         return [
             head + rest.numpy().tobytes()[: length - len(head)]
             for (length, head), rest in zip(opened, rests, strict=True)

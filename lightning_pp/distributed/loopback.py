@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_LOOPBACK = ("localhost", "127.0.0.1")
 _BACKLOG = 2048
 
 _interface: str | None = None
@@ -66,7 +67,7 @@ def store_on_loopback(address: str, port: int, rank: int, num_ranks: int, timeou
         None where torch has to make it: ``address`` is of another interface, ``torchrun`` has it already, or this
         process has one at that port from a run before.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not _is_loopback(address):
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or address not in _LOOPBACK:
         return None
     listening = None
     if rank == 0:
@@ -84,10 +85,6 @@ def store_on_loopback(address: str, port: int, rank: int, num_ranks: int, timeou
     )
     # torch does the same where it makes the store
     return dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
-
-
-def _is_loopback(address: str) -> bool:
-    return address in ("localhost", "127.0.0.1")
 
 
 def _listening(port: int) -> int | None:

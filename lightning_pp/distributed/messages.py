@@ -15,11 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pp.distributed.control import ControlGroups, pickled, pickled_error
+from lightning_pp.distributed.control import (
+    FRAME_BYTES,
+    ControlGroups,
+    frame_of,
+    open_frame,
+    pickled,
+    pickled_error,
+    rest_of,
+)
 from lightning_pp.distributed.watch.this_rank import RankStoppedError
 
-_FRAME_BYTES = 4096
-_LENGTH_BYTES = 8
 _TAG_RANGE = 1 << 29
 
 
@@ -116,10 +122,9 @@ def _produce_and_send(message: Future[Any], groups: ControlGroups, tag: int, pro
 def _send(payload: bytes, groups: ControlGroups, tag: int) -> None:
     if groups.batch is None:
         return
-    head = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[: _FRAME_BYTES - _LENGTH_BYTES]
-    tensors = [_bytes(head.ljust(_FRAME_BYTES, b"\0"))]
-    if rest := payload[_FRAME_BYTES - _LENGTH_BYTES :]:
-        tensors.append(_bytes(rest))
+    tensors = [frame_of(payload)]
+    if missing := len(payload) - len(open_frame(tensors[0])[1]):
+        tensors.append(rest_of(payload, missing))
     others = [rank for rank in range(groups.batch.size()) if rank != groups.source]
     # a rank has stopped: what this one does next with it fails as well
     with contextlib.suppress(RuntimeError):
@@ -135,11 +140,9 @@ def _send(payload: bytes, groups: ControlGroups, tag: int) -> None:
 
 def _listen(message: Future[Any], groups: ControlGroups, tag: int) -> None:
     try:
-        frame = _receive(_FRAME_BYTES, groups, tag)
-        length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
-        payload = frame[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        length, payload = open_frame(_receive(FRAME_BYTES, groups, tag))
         if missing := length - len(payload):
-            payload += _receive(missing, groups, tag + 1)
+            payload += _receive(missing, groups, tag + 1).numpy().tobytes()
         failed, content = pickle.loads(payload)
     except RuntimeError as error:
         message.set_exception(RankStoppedError(f"The results of a batch did not arrive from the last stage: {error}"))
@@ -152,13 +155,9 @@ def _listen(message: Future[Any], groups: ControlGroups, tag: int) -> None:
             message.set_result(content)
 
 
-def _receive(num_bytes: int, groups: ControlGroups, tag: int) -> bytes:
+def _receive(num_bytes: int, groups: ControlGroups, tag: int) -> Tensor:
     tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     work = dist.irecv(tensor, group=groups.batch, group_src=groups.source, tag=tag)
     assert work is not None
     work.wait()
-    return tensor.numpy().tobytes()
-
-
-def _bytes(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return tensor

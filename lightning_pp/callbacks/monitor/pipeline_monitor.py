@@ -9,12 +9,11 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pp.callbacks._lightning_private import accumulates, logged_step
-from lightning_pp.callbacks.monitor.diagnosis import FitDiagnosis
 from lightning_pp.callbacks.monitor.in_trainer import BarNumbers, LoaderWait
 from lightning_pp.callbacks.monitor.logger_outputs import LoggerOutputs
 from lightning_pp.callbacks.monitor.run_facts import known_peak_tflops, run_facts
@@ -23,6 +22,7 @@ from lightning_pp.callbacks.pipeline import LoggedPipeline, pipeline_of
 from lightning_pp.callbacks.wandb_logger import PipelineWandbLogger
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.telemetry import RecordedStep
+from lightning_pp.telemetry.diagnosis.collection import StepWindow
 from lightning_pp.telemetry.diagnosis.diagnose import Diagnosis
 from lightning_pp.telemetry.measurement import FitMeasurement
 from lightning_pp.telemetry.report import PipelineReport
@@ -93,7 +93,8 @@ class PipelineMonitor(Callback):
         self._num_logged = 0
         self.report: PipelineReport | None = None
         self._measurement: FitMeasurement | None = None
-        self._diagnosis: FitDiagnosis | None = None
+        self._window: StepWindow | None = None
+        self._has_told = False
         self._wait: LoaderWait | None = None
         self._bar: BarNumbers | None = None
         self._outputs = LoggerOutputs([])
@@ -127,7 +128,8 @@ class PipelineMonitor(Callback):
         """Starts the clock, the sanity check being over."""
         if self._measurement is not None:
             self._measurement.clock.restart()
-            self._diagnosis = FitDiagnosis(trainer)
+            self._window = StepWindow(trainer.strategy.engine)  # type: ignore[attr-defined] # of a pipeline's strategy
+            self._has_told = False
             self._wait = LoaderWait(trainer)
 
     def on_before_optimizer_step(
@@ -162,8 +164,10 @@ class PipelineMonitor(Callback):
                     self._log_changed_plan(pipeline, logged_step(trainer))
         if self.log_timeline and self._is_time(trainer, self.timeline_every_n_steps or 0):
             self._write_timeline(trainer, measurement, measurement.gather_timeline())
-        if self._diagnosis is not None:
-            self._log_diagnosis(self._diagnosis.batch_ended(waited_ms), trainer)
+        if self._window is not None:
+            self._window.batch_ended(waited_ms)
+            if self._window.is_due:
+                self._tell(self._diagnose(self._window, trainer), trainer)
 
     def _of_training(self, trainer: pl.Trainer, measurement: FitMeasurement) -> dict[str, float]:
         """What the trainer and the batches tell."""
@@ -201,8 +205,8 @@ class PipelineMonitor(Callback):
         if measurement is None:
             return
         self._restore_trainer()
-        diagnosis, self._diagnosis = self._diagnosis, None
-        found = diagnosis.finish() if diagnosis is not None else None
+        window, self._window = self._window, None
+        found = self._diagnose(window, trainer) if window is not None else None
         self._seen_before = self._seen(measurement)
         self.report = measurement.finish()
         if self.report is not None:
@@ -214,7 +218,7 @@ class PipelineMonitor(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leaves the trainer as it was."""
-        self._diagnosis = None
+        self._window = None
         self._restore_trainer()
 
     def _restore_trainer(self) -> None:
@@ -247,6 +251,25 @@ class PipelineMonitor(Callback):
         self._outputs.log_facts({f"pp/{name}": facts[name] for name in ("schedule", "costs_from")})
         if self._outputs.shows_tables:
             self._outputs.log_predictions(pipeline.predictions(), step)
+
+    def _diagnose(self, window: StepWindow, trainer: pl.Trainer) -> Diagnosis | None:
+        """The diagnosis of the latest steps, on rank 0 of the first pipeline; every rank has to call it.
+
+        A failed diagnosis is only a warning; it fails on rank 0, after the gather.
+        """
+        num_workers = getattr(trainer.train_dataloader, "num_workers", None)
+        try:
+            return window.diagnose(num_workers if isinstance(num_workers, int) else None)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            rank_zero_warn(f"The diagnosis failed with {type(error).__name__}: {error}. Training continues.")
+            return None
+
+    def _tell(self, diagnosis: Diagnosis | None, trainer: pl.Trainer) -> None:
+        """Prints and logs what was found after the first measured steps, once in a fit."""
+        if diagnosis is not None and diagnosis.findings and not self._has_told:
+            self._has_told = True
+            rank_zero_info(diagnosis.text)
+            self._log_diagnosis(diagnosis, trainer)
 
     def _log_diagnosis(self, diagnosis: Diagnosis | None, trainer: pl.Trainer) -> None:
         if diagnosis is not None and trainer.is_global_zero:

@@ -99,15 +99,11 @@ def check_complete(path: Location, table: Metadata) -> None:
         file = path / name
         if name not in sizes:
             raise CheckpointError(f"{file} is missing, so the checkpoint {path} cannot be loaded; use another one")
-        if (size := sizes[name]) > end:
+        if (size := sizes[name]) != end:
+            what, least = ("damaged", "") if size > end else ("truncated", "at least ")
             raise CheckpointError(
-                f"{file} is damaged: it has {size} bytes, but {end} were written. The checkpoint {path} cannot be "
-                "loaded; use another one"
-            )
-        if size < end:
-            raise CheckpointError(
-                f"{file} is truncated: it has {size} bytes, but at least {end} were written. The checkpoint {path} "
-                "cannot be loaded; use another one"
+                f"{file} is {what}: it has {size} bytes, but {least}{end} were written. The checkpoint {path} cannot "
+                "be loaded; use another one"
             )
 
 

@@ -15,6 +15,7 @@ from lightning_pp.planning.schedules.source import ScheduleSource, Searched, sch
 from lightning_pp.planning.stage_costs import with_host
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import BubbleFraction, Placement, Schedule, StageCosts, available_schedules
+from lightning_pp.schedule.simulation.memory import held_by_ranks
 
 # As the search for schedules: the shortest longest span among makespans within this of the shortest.
 _MAKESPAN_TOLERANCE = 0.005
@@ -270,13 +271,7 @@ class Planner:
         if self._limit is None:
             return limits
         room = counts.room(cut.split, self._limit)
-        needed = [0.0] * placement.num_ranks
-        if counts.whole_batch_loss:
-            held = cut.costs.per_stage(placement.num_stages).held_after_forward
-            needed = [
-                self._num_microbatches * sum(held[stage] for stage in placement.stages_of_rank(rank))
-                for rank in range(placement.num_ranks)
-            ]
+        needed = held_by_ranks(cut.costs, placement, self._num_microbatches if counts.whole_batch_loss else 0)
         # without any room the search has nothing to keep to: what it finds is over the limit, and is told to be
         has_room = all(left >= need for left, need in zip(room, needed, strict=True))
         return [min(pair) for pair in zip(limits, room, strict=True)] if has_room else limits

@@ -8,7 +8,7 @@ import resource
 import shutil
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes.util import find_library
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -75,40 +75,36 @@ def judge(values: Sequence[dict[str, Any]]) -> list[Finding]:
     )
     hosts = len({value["host"] for value in values})
     text = f"{packages}, Python {mine['python']}; {device}; {len(values)} ranks on {hosts} host{'s'[: hosts > 1]}."
-    summary = Finding(Status.OK, text, details=list(values))
-    return [summary, *problems] if problems else [summary]
+    return [Finding(Status.OK, text, details=list(values)), *problems]
 
 
-def _version_findings(values: Sequence[dict[str, Any]]) -> list[Finding]:
-    problems = []
+def _version_findings(values: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     versions = [value["versions"] for value in values]
     for name, fewest in _FEWEST.items():
         old = next((rank for rank, own in enumerate(versions) if _numbers(own.get(name) or "0") < fewest), None)
         if old is not None:
             found = f"Rank {old} has {name} {versions[old].get(name)}, not {'.'.join(map(str, fewest))}."
-            problems.append(Finding(Status.FAILURE, found, _BASE))
+            yield Finding(Status.FAILURE, found, _BASE)
     first = versions[0], values[0]["python"]
     other = next((rank for rank, value in enumerate(values) if (versions[rank], value["python"]) != first), None)
     if other is not None:
         names = [name for name in (*_PACKAGES, "NCCL") if versions[other].get(name) != versions[0].get(name)]
         found = f"Rank {other} has other versions than rank 0: {', '.join(names) or 'of Python'}."
-        problems.append(Finding(Status.FAILURE, found, "Install the same on all hosts."))
-    return problems
+        yield Finding(Status.FAILURE, found, "Install the same on all hosts.")
 
 
-def _variable_findings(values: Sequence[dict[str, Any]]) -> list[Finding]:
-    problems = []
+def _variable_findings(values: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     variables = values[0]["variables"]
     is_cuda = "cuda" in values[0]
     # ranks that share a device send by sockets on purpose
     on_purpose = "NCCL_" if _share_device(values) else "none"
     for name, value, status, effect, advice in _MATTERS:
         if variables.get(name) == value and is_cuda and not name.startswith(on_purpose):
-            problems.append(Finding(status, f"{name}={value} is set: {effect}.", advice))
+            yield Finding(status, f"{name}={value} is set: {effect}.", advice)
     connections = variables.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if is_cuda and connections != "32":
         found = f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: work behind a posted receive may wait for its message."
-        problems.append(Finding(Status.WARNING, found, "Unset it: the strategy sets it to 32."))
+        yield Finding(Status.WARNING, found, "Unset it: the strategy sets it to 32.")
     differing = sorted(
         name
         for name in set().union(*(value["variables"] for value in values))
@@ -118,37 +114,32 @@ def _variable_findings(values: Sequence[dict[str, Any]]) -> list[Finding]:
     )
     if differing:
         found = f"Ranks differ in {', '.join(differing)}."
-        problems.append(Finding(Status.WARNING, found, "Set them the same for all ranks."))
-    return problems
+        yield Finding(Status.WARNING, found, "Set them the same for all ranks.")
 
 
-def _machine_findings(values: Sequence[dict[str, Any]]) -> list[Finding]:
-    problems = []
+def _machine_findings(values: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     is_cuda = "cuda" in values[0]
     mine = values[0]
     if is_cuda:
         if _share_device(values):
             found = f"{len(values)} ranks share one device. Each tells NCCL that it is a host of its own."
-            problems.append(
-                Finding(Status.WARNING, found, "Do not read speeds or memory of several devices from this.")
-            )
+            yield Finding(Status.WARNING, found, "Do not read speeds or memory of several devices from this.")
         elif len(_devices(values)) < len(values):
             found = "Two ranks share one device, which NCCL refuses."
             advice = "Look at CUDA_VISIBLE_DEVICES and LOCAL_RANK; --share-device tries several ranks on one device."
-            problems.append(Finding(Status.FAILURE, found, advice))
+            yield Finding(Status.FAILURE, found, advice)
         names = sorted({value["cuda"]["name"] for value in values})
         if len(names) > 1:
             advice = "Tell the strategy with rank_speeds=, or give all ranks one kind."
-            problems.append(Finding(Status.WARNING, f"Ranks have different devices: {', '.join(names)}.", advice))
-        problems += _container_findings(mine)
+            yield Finding(Status.WARNING, f"Ranks have different devices: {', '.join(names)}.", advice)
+        yield from _container_findings(mine)
     elif mine["num_ranks_here"] > mine["num_cpus"]:
         found = f"{mine['num_ranks_here']} processes share {mine['num_cpus']} CPUs, so measured times mean little."
-        problems.append(Finding(Status.WARNING, found, "Take fewer processes (--devices) to measure."))
+        yield Finding(Status.WARNING, found, "Take fewer processes (--devices) to measure.")
     shm = mine["shm_bytes"]
     if shm is not None and shm < _LEAST_SHM_BYTES:
         found = f"/dev/shm has {shm / 2**20:.0f} MiB, which loaders with workers and NCCL share."
-        problems.append(Finding(Status.WARNING, found, "In a container: --ipc=host or --shm-size=8g."))
-    return problems
+        yield Finding(Status.WARNING, found, "In a container: --ipc=host or --shm-size=8g.")
 
 
 def _devices(values: Sequence[dict[str, Any]]) -> set[tuple[str, str]]:

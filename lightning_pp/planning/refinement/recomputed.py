@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
 from lightning_pp.planning.activation_checkpointing import recomputation_of
 from lightning_pp.planning.memory.limit import DeviceMemory
-from lightning_pp.planning.refinement.choice import CutChoice
+from lightning_pp.planning.refinement.choice import CutChoice, Request
 from lightning_pp.planning.stage_model import RecordedModel, with_recomputation
-from lightning_pp.planning.tuning import Layout, LayoutRequest
-
-Request = Callable[[RecordedModel], LayoutRequest]
+from lightning_pp.planning.tuning import Layout
 
 
 def recomputed_units(recording: RecordedModel, request: Request) -> list[str]:

@@ -23,6 +23,7 @@ from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
 from lightning_pp.schedule.offloading import with_offloading
 from lightning_pp.schedule.program.whole_batch import whole_backwards
 from lightning_pp.schedule.registry import Family, is_schedule_file, schedule_family
+from lightning_pp.schedule.simulation.memory import held_by_ranks
 
 _STAGES_PER_RANK_TRIED = (1, 2)
 _LIMITS_TRIED = (4.0, 2.0, 1.0)
@@ -370,19 +371,15 @@ class Searched(ScheduleSource):
         pipeline. More would hardly shorten a step, and hold whole batches; with ``whole_batch_loss`` these are held in
         any case, and there is no limit but the user's.
         """
-        num_ranks = placement.num_ranks
         if asked is not None and room is None:
             return asked
         if asked is not None:
-            limits = [asked] * num_ranks
+            limits: tuple[float, ...] = (asked,) * placement.num_ranks
         elif self.whole_batch_loss:
             return None if room is None else tuple(room)
         else:
-            held = costs.per_stage(placement.num_stages).held_after_forward
-            limits = [
-                2 * num_ranks * sum(held[stage] for stage in placement.stages_of_rank(r)) for r in range(num_ranks)
-            ]
-        return tuple(limits) if room is None else tuple(map(min, limits, room))
+            limits = held_by_ranks(costs, placement, 2 * placement.num_ranks)
+        return limits if room is None else tuple(map(min, limits, room))
 
 
 def schedule_source(

@@ -19,6 +19,7 @@ from lightning_pp.schedule import StageCosts
 from lightning_pp.split.cut.unit_costs import UnitCost, estimate_unit_costs
 
 _MOST_RUNS = 9
+_TIMES = "forward", "backward_input", "backward_weight"
 _log = logging.getLogger(__name__)
 
 
@@ -74,12 +75,7 @@ class UnitTimes:
 
     def given(self) -> GivenCosts:
         """All that was measured so far, as if each unit were a stage."""
-        costs = list(self.costs.values())
-        stages = StageCosts(
-            [cost.forward for cost in costs],
-            [cost.backward_input for cost in costs],
-            [cost.backward_weight for cost in costs],
-        )
+        stages = StageCosts(*([getattr(cost, name) for cost in self.costs.values()] for name in _TIMES))
         return GivenCosts(
             stages, origin="the times of units alone", units=[[unit] for unit in self.costs], are_alone=True
         )
@@ -111,11 +107,7 @@ class UnitTimes:
                 found.append(alone.run())
         measured = found[1:] or found
         self.fewest_runs = min(self.fewest_runs, len(measured))
-        return UnitCost(
-            median(cost.forward for cost in measured),
-            median(cost.backward_input for cost in measured),
-            median(cost.backward_weight for cost in measured),
-        )
+        return UnitCost(*(median(getattr(cost, name) for cost in measured) for name in _TIMES))
 
 
 def run_each_once(

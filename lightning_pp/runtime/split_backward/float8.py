@@ -24,7 +24,6 @@ from torchao.float8.float8_linear import (
 
 from lightning_pp.runtime._torch_private import view_base
 from lightning_pp.runtime.split_backward.functions import Grads, weight_gradient_destination
-from lightning_pp.runtime.split_backward.queue import add_to_gradient
 from lightning_pp.split._torch_private import version_of
 
 PRODUCT = matmul_with_hp_or_float8_args
@@ -56,9 +55,9 @@ class DeferredFloat8(Function):
             grad_input = _mm(left, right.t()).reshape(input.shape)
         queue = weight_gradient_destination(weight, ctx.weight_version, ctx.next_functions[1][0])
         if queue is True or (queue is not False and type(rows) is not Tensor):
-            grad_weight = _weight_gradient(rows, input, options)
+            grad_weight = _weight_gradient(weight, rows, input, options)
         elif queue is not False:
-            queue.append(_add_float8, weight, rows, input.detach(), options)
+            queue.append(weight, rows, input.detach(), _weight_gradient, options)
         return grad_input, grad_weight, None, None
 
 
@@ -82,11 +81,7 @@ def replace_float8(
     return float8_product
 
 
-def _add_float8(weight: Tensor, rows: Tensor, input: Tensor, options: tuple[Any, Any]) -> None:
-    add_to_gradient(weight, _weight_gradient(rows, input, options))
-
-
-def _weight_gradient(rows: Tensor, input: Tensor, options: tuple[Any, Any]) -> Tensor:
+def _weight_gradient(weight: Tensor, rows: Tensor, input: Tensor, options: tuple[Any, Any]) -> Tensor:
     config = options[1]
     input = input.reshape(-1, input.size(-1))
     left = _cast(rows, config.cast_config_grad_output_for_grad_weight, GemmInputRole.GRAD_OUTPUT, 0, *options)

@@ -32,7 +32,7 @@ from lightning_pp.runtime._torch_private import (
     view_base,
     will_execute,
 )
-from lightning_pp.runtime.split_backward.queue import COLLECTOR, WeightGradientQueue, add_product, add_to_gradient
+from lightning_pp.runtime.split_backward.queue import COLLECTOR, WeightGradientQueue
 from lightning_pp.split._torch_private import version_of
 from lightning_pp.split.record.products import Family, Product
 
@@ -130,7 +130,7 @@ class DeferredLinear(Function):
         if queue is True:
             grad_weight = _mm(rows.t(), input.flatten(0, -2))
         elif queue is not False:
-            queue.append(add_product, weight, rows, input.detach())
+            queue.append(weight, rows, input.detach())
         if needs_bias:
             grad_bias = _grad_bias(ctx, grad_output, rows)
         return grad_input, _finish(ctx, grad_weight), grad_bias, None
@@ -172,14 +172,10 @@ class DeferredMatmul(Function):
         if queue is True:
             grad_weight = _grouped_gradient(weight, left, rows, *ends) if ends else multiply(left.mT, rows)
         elif queue is not False:
-            queue.append(_add_grouped if ends else add_product, weight, input.detach(), rows, *ends)
+            queue.append(weight, input.detach(), rows, _grouped_gradient if ends else None, *ends)
         if needs_bias:
             grad_bias = _grad_bias(ctx, grad_output, rows)
         return grad_input, _finish(ctx, grad_weight), grad_bias, None, None
-
-
-def _add_grouped(weight: Tensor, input: Tensor, grad_output: Tensor, ends: Tensor) -> None:
-    add_to_gradient(weight, _grouped_gradient(weight, input, grad_output, ends))
 
 
 def _grouped_gradient(weight: Tensor, input: Tensor, grad_output: Tensor, ends: Tensor) -> Tensor:
@@ -230,13 +226,8 @@ class DeferredConvolution(Function):
             if needs_bias:  # not by the kernel, for oneDNN's would compute the weight's gradient with it
                 grad_bias = grad_output.sum([0, *range(2, grad_output.dim())])
             if queue is not False:
-                queue.append(add_convolution, weight, grad_output, input.detach(), options)
+                queue.append(weight, grad_output, input.detach(), convolution_weight_gradient, options)
         return grad_input, _finish(ctx, grad_weight), grad_bias, None, None
-
-
-def add_convolution(weight: Tensor, grad_output: Tensor, input: Tensor, options: ConvolutionOptions) -> None:
-    """Adds the weight gradient of a convolution to that of ``weight``."""
-    add_to_gradient(weight, convolution_weight_gradient(weight, grad_output, input, options))
 
 
 def convolution_weight_gradient(

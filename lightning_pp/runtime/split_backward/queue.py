@@ -23,8 +23,9 @@ from lightning_pp.runtime._torch_private import view_base
 from lightning_pp.runtime.split_backward.wide_products import add_wide_product, multiplies_into, wide_product
 from lightning_pp.tensor.aside import BESIDE
 
-# (how to add the gradient, the weight, its two factors, whatever else the operation needs)
-Entry = tuple[Callable[[Tensor, Tensor, Tensor, Any], None], Tensor, Tensor, Tensor, Any]
+GradientOf = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+# (the weight, the two factors of its gradient, how to compute it from all of these, what else that needs)
+Entry = tuple[Tensor, Tensor, Tensor, GradientOf | None, Any]
 
 
 @runtime_checkable
@@ -65,7 +66,7 @@ class WeightGradientQueue:
         """Bytes of the storages that the queue keeps alive; what several entries share is counted once."""
         storages = {
             storage.data_ptr(): storage.nbytes()
-            for _, _, left, right, _ in self._entries
+            for _, left, right, _, _ in self._entries
             for storage in (left.untyped_storage(), right.untyped_storage())
         }
         return sum(storages.values())
@@ -92,7 +93,7 @@ class WeightGradientQueue:
     def parameters(self) -> set[Parameter]:
         """The parameters whose gradients :meth:`run` will add to."""
         modules = [module for module in self._modules if isinstance(module, nn.Module)]
-        found = {_parameter_of(weight) for _, weight, _, _, _ in self._entries}
+        found = {_parameter_of(weight) for weight, *_ in self._entries}
         return found.union(*(module.parameters() for module in modules))
 
     def run(self, on_complete: Callable[[Parameter], None] | None = None) -> None:
@@ -135,14 +136,14 @@ class WeightGradientQueue:
         """Computes the first of what is queued, about ``flops`` of it, while tensor ranks communicate in I."""
         costs = [  # a convolution's options are a tuple, and each number of its output takes a whole filter
             2.0 * left.numel() * (math.prod(weight.shape[1:]) if isinstance(extra, tuple) else weight.shape[-1])
-            for _, weight, left, _, extra in self._entries
+            for weight, left, _, _, extra in self._entries
         ]
         middles = [end - cost / 2 for end, cost in zip(accumulate(costs), costs, strict=True)]
         number = bisect(middles, flops if self.is_for_w else max(flops, sum(costs) - flops))
         some, self._entries = self._entries[:number], self._entries[number:]
         if some:
             if (watched := WeightGradientQueue.watched) is not None:
-                watched.update(_parameter_of(entry[1]).shape for entry in some)
+                watched.update(_parameter_of(weight).shape for weight, *_ in some)
             _add_all(some)
 
     def clear(self) -> None:
@@ -152,23 +153,19 @@ class WeightGradientQueue:
         self._is_owing = False
 
     def append(
-        self,
-        add_gradient: Callable[[Tensor, Tensor, Tensor, Any], None],
-        weight: Tensor,
-        left: Tensor,
-        right: Tensor,
-        extra: Any = None,
+        self, weight: Tensor, left: Tensor, right: Tensor, gradient_of: GradientOf | None = None, extra: Any = None
     ) -> None:
-        """Queues ``add_gradient(weight, left, right, extra)``, to be called without gradients recorded.
+        """Queues the gradient of ``weight``, which is computed without gradients recorded.
 
         Args:
-            add_gradient: Computes the gradient and adds it, with :func:`add_product` or :func:`add_to_gradient`.
             weight: A Parameter or a view of one.
             left: A factor of the gradient, cut off the graph.
             right: The other factor, cut off the graph.
+            gradient_of: ``gradient_of(weight, left, right, extra)`` is the gradient; None: it is ``leftᵀ @ right``, as
+                :func:`add_product` adds it.
             extra: What else the operation needs.
         """
-        self._entries.append((add_gradient, weight, left, right, extra))
+        self._entries.append((weight, left, right, gradient_of, extra))
 
 
 class _Collector:
@@ -249,20 +246,23 @@ def delayed_weight_gradient_modules(root: nn.Module) -> list[nn.Module]:
 def _add_all(entries: list[Entry]) -> None:
     """Adds every entry's gradient, first to last, and empties the list on the way, so that each is freed once added."""
     entries.reverse()
-    device_type = entries[0][1].device.type
+    device_type = entries[0][0].device.type
     # What is queued already has the dtype to compute in; autocast would round it once more.
     has_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     with torch.no_grad(), torch.autocast(device_type, enabled=False) if has_autocast else nullcontext():
         while entries:
-            add_gradient, weight, left, right, extra = entries.pop()
-            add_gradient(weight, left, right, extra)
+            weight, left, right, gradient_of, extra = entries.pop()
+            if gradient_of is None:
+                add_product(weight, left, right)
+            else:
+                add_to_gradient(weight, gradient_of(weight, left, right, extra))
 
 
 def _add_all_and_report(
     entries: list[Entry], modules: Iterable[DelaysWeightGradient], on_complete: Callable[[Parameter], None]
 ) -> None:
     """As :func:`_add_all`, in parts that end where a parameter's last gradient has been added."""
-    last: dict[Parameter, int] = {_parameter_of(entry[1]): index for index, entry in enumerate(entries)}
+    last: dict[Parameter, int] = {_parameter_of(entry[0]): index for index, entry in enumerate(entries)}
     for module in modules:
         if isinstance(module, nn.Module):
             for parameter in module.parameters():
@@ -285,7 +285,7 @@ def _parameter_of(weight: Tensor) -> Parameter:
     return parameter
 
 
-def add_product(weight: Tensor, left: Tensor, right: Tensor, extra: object = None) -> None:
+def add_product(weight: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds ``leftᵀ @ right`` to the gradient of ``weight``.
 
     Args:
@@ -293,7 +293,6 @@ def add_product(weight: Tensor, left: Tensor, right: Tensor, extra: object = Non
         left: ``[..., M]`` (``[B, K, M]``).
         right: ``[..., N]`` (``[B, K, N]``), with the leading sizes and the dtype of ``left``. Where the gradient has
             a wider dtype and the device can, the product is added in that dtype, and never rounded to theirs.
-        extra: Not used.
     """
     if weight.dim() == 2:
         left = left if left.dim() == 2 else left.flatten(0, -2)

@@ -20,11 +20,9 @@ from torch.autograd import Function
 
 from lightning_pp.runtime.split_backward.functions import (
     ConvolutionOptions,
-    add_convolution,
     convolution_weight_gradient,
     weight_gradient_destination,
 )
-from lightning_pp.runtime.split_backward.queue import add_product
 from lightning_pp.split._torch_private import version_of
 
 
@@ -129,11 +127,11 @@ def _deliver(
     if product.convolution is not None:
         if queue is True:
             return convolution_weight_gradient(weight, grad_output, input, product.convolution)
-        queue.append(add_convolution, weight, grad_output, input.detach(), product.convolution)
+        queue.append(weight, grad_output, input.detach(), convolution_weight_gradient, product.convolution)
         return None
     left, right = (grad_output, input) if product.rows_are_outputs else (input, grad_output)
     if queue is not True:
-        queue.append(add_product, weight, left.detach(), right.detach())
+        queue.append(weight, left.detach(), right.detach())
         return None
     if weight.dim() == 3:
         return torch.bmm(left.mT, right)

@@ -29,7 +29,7 @@ from lightning_pp.schedule.search.phases import best_of_both_phases
 from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Length, Objective, earliest, find_length, lower_bound
 from lightning_pp.schedule.sharding import insert_sharding, with_last_split
-from lightning_pp.schedule.simulation.memory import exceeds, peaks_of
+from lightning_pp.schedule.simulation.memory import exceeds, held_by_ranks, peaks_of
 from lightning_pp.schedule.simulation.simulate import step_length
 
 _MAKESPAN_TOLERANCE = 0.005
@@ -173,16 +173,14 @@ def _check_limit(request: ScheduleRequest, placements: list[Placement]) -> None:
     limits = request.memory_limit
     if limits is None:
         return
-    held = request.costs.per_stage(placements[0].num_stages).held_after_forward
     needs: list[float] = []
     number = request.num_microbatches if request.whole_batch_loss else 1
     for placement in list(placements):
-        ranks = range(placement.num_ranks)
-        need = [number * sum(held[stage] for stage in placement.stages_of_rank(rank)) for rank in ranks]
+        need = held_by_ranks(request.costs, placement, number)
         needs.append(max(need))
         if any(map(exceeds, need, limits)):
             placements.remove(placement)
-            rank = max(ranks, key=lambda rank: need[rank] - limits[rank])
+            rank = max(range(placement.num_ranks), key=lambda rank: need[rank] - limits[rank])
     if not placements:
         if request.whole_batch_loss:
             raise ScheduleError(
@@ -269,15 +267,10 @@ def _improved(
     candidates: list[_Candidate], problems: list[Problem], deadline: Deadline, request: ScheduleRequest
 ) -> list[_Candidate]:
     """The improvements of the best, on every placement where there is time for it."""
-    if problems[0].num_actions > _SMALL:
-        return _improve(candidates, deadline, request)
-    by_problem = [[candidate for candidate in candidates if candidate.problem is problem] for problem in problems]
-    return [
-        found
-        for candidates_of_problem in by_problem
-        if candidates_of_problem
-        for found in _improve(candidates_of_problem, deadline, request)
-    ]
+    groups = [candidates]
+    if problems[0].num_actions <= _SMALL:
+        groups = [[candidate for candidate in candidates if candidate.problem is problem] for problem in problems]
+    return [found for group in groups if group for found in _improve(group, deadline, request)]
 
 
 def _improve(candidates: list[_Candidate], deadline: Deadline, request: ScheduleRequest) -> list[_Candidate]:

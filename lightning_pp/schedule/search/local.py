@@ -136,11 +136,9 @@ class Climb:
         problem, m = self.problem, self.problem.num_microbatches
         row, microbatch = divmod(order[position], m)
         backward = target < position
-        others = (
-            (problem.needs[row], problem.needs_own[row]) if backward else (problem.feeds[row], problem.feeds_own[row])
-        )
+        tables = (problem.needs, problem.needs_own) if backward else (problem.feeds, problem.feeds_own)
         # In published rows, where a B stands for the I that others look for.
-        bounds = {other * m + microbatch for other in others if other >= 0}
+        bounds = {other[row] * m + microbatch for other in tables if other[row] >= 0}
         step = -1 if backward else 1
         for index in range(position + step, target + step, step):
             other_row = order[index] // m

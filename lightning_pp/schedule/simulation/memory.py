@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from lightning_pp.schedule.program.action import Action
 from lightning_pp.schedule.program.coded import CodedProgram
+from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.simulation.costs import StageCosts
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ def peaks_of(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """For each rank of ``schedule``, the most that it holds at any time."""
     priced = schedule.priced(costs)
     return tuple(peak_memory(program, priced, schedule.placement.num_stages) for program in schedule.programs)
+
+
+def held_by_ranks(costs: StageCosts, placement: Placement, num_microbatches: int) -> tuple[float, ...]:
+    """What each rank holds after F of so many microbatches on all its stages, in the unit of ``costs.held_*``."""
+    held = costs.per_stage(placement.num_stages).held_after_forward
+    stages_of_ranks = map(placement.stages_of_rank, range(placement.num_ranks))
+    return tuple(num_microbatches * sum(held[stage] for stage in stages) for stages in stages_of_ranks)
 
 
 def exceeds(held: float, limit: float) -> bool:

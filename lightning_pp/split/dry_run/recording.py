@@ -52,13 +52,15 @@ from lightning_pp.split.side_effects.watch import ChangingHookError, SideEffectW
 from lightning_pp.split.unit_calls.call_arguments import fingerprint_of, numbers_of, shapes_of
 from lightning_pp.split.unit_calls.checkpointed_regions import never_run_again
 from lightning_pp.split.unit_calls.compute_dtype import cast_activations
-from lightning_pp.split.unit_calls.endless import check_ends
 from lightning_pp.split.unit_calls.interception import StandingBy, UnitCalls
 from lightning_pp.split.unit_calls.operations import OperationCalls
 from lightning_pp.split.unit_calls.python_reads import PythonReads
 from lightning_pp.split.unit_calls.selective_policy import Policy
 
 OF_UNIT = "_pp_of_unit"  # an attribute of exceptions that a unit raises on fakes and on data alike
+# a step that decodes until its data say stop does not end on fakes: so many calls of known units in a row are too many
+_CALLS_OF_EACH = 50
+_FEWEST_CALLS = 500
 
 
 def _check_known(fake_parameters: FakeParameters) -> None:
@@ -267,7 +269,7 @@ class DryRun:
         _check_may_be_called(unit, args, kwargs)
         self._num_repeated = self._num_repeated + 1 if unit in self._called else 0
         self._called.add(unit)
-        check_ends(unit, self._num_repeated, len(self._units))
+        self._check_ends(unit)
         self._end_inter_unit()
         call = self._begun_call(unit, args, kwargs)
         given = args, kwargs
@@ -291,6 +293,17 @@ class DryRun:
         self.operations.note_call(call, marked)
         pass_on_selected(tensors_of(given), marked)
         return marked
+
+    def _check_ends(self, unit: str) -> None:
+        """Raises :class:`SplitError` if many units in a row had been called before, up to ``unit`` now."""
+        if self._num_repeated > max(_FEWEST_CALLS, _CALLS_OF_EACH * len(self._units)):
+            raise SplitError(
+                f"The dry run of the step on fake data did not end. {user_line()} called {unit!r}, and all of the last "
+                f"{self._num_repeated} calls were of units that had been called before. A pipeline cannot run a step "
+                "whose outputs decide how often it calls its units, such as decoding until a stop token. Decode in a "
+                "Trainer() on one device, after strategy.gather_module() or from a checkpoint, and leave it out of the "
+                "steps of the pipeline (limit_val_batches=0 leaves out validation)."
+            )
 
     def _begun_call(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitCall:
         """The next call of the record, with what the code since the last one has read."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from lightning_pp.errors import ScheduleError
 from lightning_pp.schedule import Schedule, build_schedule
 from lightning_pp.schedule.registry import families_allowing, schedule_family
+from lightning_pp.schedule.simulation.memory import held_by_ranks
 from lightning_pp.telemetry.diagnosis.evidence import Evidence, arrivals
 from lightning_pp.telemetry.diagnosis.finding import Finding, as_option
 from lightning_pp.telemetry.diagnosis.step_model import StepModel, scaled
@@ -138,13 +139,9 @@ def _build(evidence: Evidence, name: str, num_microbatches: int) -> Schedule:
     placement = now.placement
     is_search = schedule_family(name).is_search
     limit = evidence.facts.memory_limit_gib
-    held = costs.per_stage(placement.num_stages).held_after_forward
     limits: tuple[float, ...] | float | None = limit
     if is_search and limit is None:  # as the strategy has it: what zb_h2 holds
-        limits = tuple(
-            2 * placement.num_ranks * sum(held[stage] for stage in placement.stages_of_rank(rank))
-            for rank in range(placement.num_ranks)
-        )
+        limits = held_by_ranks(costs, placement, 2 * placement.num_ranks)
     return build_schedule(
         name,
         num_ranks=placement.num_ranks,

@@ -238,12 +238,12 @@ def test_failed_backward_leaves_nothing_behind() -> None:
 
 
 def test_failed_w_keeps_nothing() -> None:
-    def fail(*args: object) -> None:
+    def fail(*args: object) -> Tensor:
         raise MemoryError
 
     linear, x = nn.Linear(4, 4), torch.randn(3, 4)
     queue = WeightGradientQueue()
-    queue.append(fail, linear.weight, x, x)
+    queue.append(linear.weight, x, x, fail)
     with weight_gradients_deferrable(), collect_weight_gradients(queue):
         linear(x).sum().backward()
     with pytest.raises(MemoryError):
@@ -392,7 +392,7 @@ def test_run_frees_as_it_goes() -> None:
     linears = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
     with weight_gradients_deferrable():
         queue = collected(linears(torch.randn(3, 4)))
-    held = [weakref.ref(entry[2]) for entry in queue._entries]
+    held = [weakref.ref(entry[1]) for entry in queue._entries]
     alive: list[int] = []
 
     class Watched(nn.Module):

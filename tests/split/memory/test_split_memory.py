@@ -69,7 +69,7 @@ def test_activations_are_those_that_live(name: str) -> None:
         entries = {
             factor.untyped_storage().data_ptr(): factor.untyped_storage().nbytes()
             for entry in in_flight.queue._entries
-            for factor in entry[2:4]
+            for factor in entry[1:3]
         }
         after_input.append(sum(num_bytes for address, num_bytes in entries.items() if address not in given))
     # Scalars of the loss, and small tensors of the step that no gradient needs, are not in the estimate.
