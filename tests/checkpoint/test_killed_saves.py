@@ -171,12 +171,9 @@ def check_a_killed_save(folder: Path, number: int, count: int) -> str:
     return f"{mode} {moment:.2f} {victims} {'finished' if finished else 'interrupted'} partial={unfinished.exists()}"
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_killed_save(tmp_path: Path, number: int) -> None:
-    print(check_a_killed_save(tmp_path, number, 3))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("number", range(20))
-def test_twenty_killed_saves(tmp_path: Path, number: int) -> None:
-    print(check_a_killed_save(tmp_path, number, 20))
+@pytest.mark.parametrize(
+    ("number", "count"),
+    [*((n, 3) for n in range(3)), *(pytest.param(n, 20, marks=pytest.mark.nightly) for n in range(20))],
+)
+def test_killed_save(tmp_path: Path, number: int, count: int) -> None:
+    print(check_a_killed_save(tmp_path, number, count))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lightning_pp import PipelineParallelStrategy
 from lightning_pp.errors import ConfigurationError, ScheduleError
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.schedule import Placement, StageCosts, build_schedule
@@ -67,19 +65,3 @@ def test_a_search_chooses_among_placements_unless_their_size_is_known() -> None:
     assert source.placements(1) == [Placement.interleaved(1)]
     for placement in (one, v):
         assert source.program(placement, 4, StageCosts(1.0, 1.0, 1.0), quick=True).placement == placement
-
-
-@pytest.mark.parametrize(
-    ("options", "pattern"),
-    [
-        ({"device_memory_gib": -1.0}, "device_memory_gib=-1.0 must be a number above 0"),
-        ({"num_microbatches": True}, "num_microbatches=True must be an integer"),
-        ({"split_batch": 3}, "split_batch=3 must be a function"),
-        ({"activation_checkpointing": 3}, "activation_checkpointing=3 must be True"),
-        ({"sharding": "full_shard", "unshard_budget": 0}, "unshard_budget=0 must be a number of bytes"),
-        ({"compile": 3}, "compile=3 must be True"),
-    ],
-)
-def test_every_group_of_arguments_checks_itself(options: dict[str, Any], pattern: str) -> None:
-    with pytest.raises(ConfigurationError, match=pattern):
-        PipelineParallelStrategy(**options)

@@ -46,14 +46,17 @@ def test_a_rank_that_starts_late_is_drawn_late() -> None:
     schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
     first, last = simulated_times(schedule, StageCosts(1.0, 1.0, 1.0, p2p=0.0))
     late = 5.0
-    waiting = [moment if moment.action.kind.value == "F" else _moved(moment, late) for moment in first]
+    waiting = [
+        moment if moment.action.kind.value == "F" else _moved(moment, late, is_asked_then=False) for moment in first
+    ]
     not_waiting = [type(moment)(moment.action, moment.start_ms, moment.start_ms, moment.end_ms) for moment in last]
     timeline = Timeline.aligned(schedule, [waiting, not_waiting])
     assert timeline.ranks[1][0].start_ms == pytest.approx(last[0].start_ms + late)
 
 
-def _moved(moment: object, by: float) -> object:
-    return type(moment)(moment.action, moment.asked_ms, moment.start_ms + by, moment.end_ms + by)  # type: ignore[attr-defined,call-arg]
+def _moved(moment: ActionTimes, by: float, *, is_asked_then: bool = True) -> ActionTimes:
+    asked_ms = moment.asked_ms + by * is_asked_then
+    return ActionTimes(moment.action, asked_ms, moment.start_ms + by, moment.end_ms + by)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -138,12 +141,8 @@ def test_gathers_and_reductions_go_on_below_the_actions() -> None:
     assert sum(event["tid"] >= 2 and event["ph"] == "X" for event in events) == num_drawn
     assert "UNSHARD" not in text_timeline(timeline, colors=False)
     # measured times, each rank on a clock of its own, come together with what they belong to
-    moved = [[_moved_whole(moment, 7.0 * rank) for moment in times] for rank, times in enumerate(timeline.ranks)]
-    beside = [[_moved_whole(moment, 7.0 * rank) for moment in times] for rank, times in enumerate(timeline.sharding)]
+    moved = [[_moved(moment, 7.0 * rank) for moment in times] for rank, times in enumerate(timeline.ranks)]
+    beside = [[_moved(moment, 7.0 * rank) for moment in times] for rank, times in enumerate(timeline.sharding)]
     aligned = Timeline.aligned(sharded, moved, beside)
     for row, expected in zip(aligned.sharding, timeline.sharding, strict=True):
         assert [moment.start_ms for moment in row] == pytest.approx([moment.start_ms for moment in expected], abs=1e-6)
-
-
-def _moved_whole(moment: ActionTimes, by: float) -> ActionTimes:
-    return ActionTimes(moment.action, moment.asked_ms + by, moment.start_ms + by, moment.end_ms + by)

@@ -6,7 +6,6 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from hydra.core.global_hydra import GlobalHydra
 from page_reading import data_of
 from planned import BATCH_SIZE, DIM, NUM_LAYERS, NUM_MICROBATCHES, plan_config, planned, read_json
 from pool import WorkerPool
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -122,16 +120,9 @@ def test_a_file_for_more_microbatches_is_planned_without_the_missing_ones(tmp_pa
     assert orders[1] == [action for pair in last for action in pair]
 
 
-def test_csv_is_read_by_torch_and_by_the_strategy(whole_plan: tuple[Plan, str, Path]) -> None:
+def test_csv_is_read_by_the_strategy(whole_plan: tuple[Plan, str, Path]) -> None:
     shown, path = whole_plan[0].shown.schedule, whole_plan[2] / "schedule.csv"
     assert Schedule.from_csv(path, name=shown.name) == shown
-    placement = shown.placement
-    stage = SimpleNamespace(
-        num_stages=placement.num_stages, group_size=placement.num_ranks, group_rank=0, stage_index_to_group_rank=None
-    )
-    runtime = _PipelineScheduleRuntime([stage], shown.num_microbatches)  # type: ignore[list-item]
-    runtime._load_csv(str(path), format="compute_only")
-    assert runtime.stage_index_to_group_rank == dict(enumerate(placement.rank_of_stage))
     plan, _ = planned(f"strategy.schedule={path}", "schedules=[1f1b]", "show=configured")
     assert plan.shown.schedule.programs == shown.programs
     assert plan.shown.step_time == pytest.approx(whole_plan[0].shown.step_time)

@@ -121,19 +121,19 @@ def test_gradients_where_sums_between_units_cross(
     check(pool, tmp_path, *case, sums=True)
 
 
-@pytest.mark.nightly  # by day with accumulation, below
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("pipeline", "replicas", "m"), [(2, 1, 3), (2, 2, 3), (3, 1, 4)])
+@pytest.mark.parametrize(
+    ("sizes", "accumulation"),
+    [
+        ((2, 1, 3), {"accumulate": 2}),
+        *(pytest.param(sizes, {}, marks=pytest.mark.nightly) for sizes in ((2, 1, 3), (2, 2, 3), (3, 1, 4))),
+    ],
+)
 def test_gradients_over_a_change_of_schedule(
-    pool: WorkerPool, tmp_path: Path, pipeline: int, replicas: int, m: int
+    pool: WorkerPool, tmp_path: Path, sizes: tuple[int, int, int], accumulation: dict[str, int]
 ) -> None:
     """``auto`` warms up with two batches, measures one and runs the fourth as searched for."""
-    check(pool, tmp_path, pipeline, replicas, m, ("auto", "csv"), num_batches=4)
-
-
-def test_gradients_accumulated_over_a_change_of_schedule(pool: WorkerPool, tmp_path: Path) -> None:
-    """``auto`` warms up with two batches, measures one and runs the fourth as searched for."""
-    check(pool, tmp_path, 2, 1, 3, ("auto", "csv"), num_batches=4, accumulate=2)
+    check(pool, tmp_path, *sizes, ("auto", "csv"), num_batches=4, **accumulation)
 
 
 @pytest.mark.nightly

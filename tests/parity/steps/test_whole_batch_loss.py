@@ -38,6 +38,9 @@ COVERING = [
     ("contrastive", Layout("interleaved_1f1b", 1, 1, 3)),
     ("nt_xent", Layout("zb_v", 1, 1, 1)),
 ]
+EVERYTHING = [
+    (loss, Layout(schedule, pipeline, 1, 6)) for schedule in EVERY_SCHEDULE for loss in LOSSES for pipeline in (2, 3)
+]
 
 
 @functools.cache
@@ -65,17 +68,13 @@ def check(
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.parametrize(("loss", "layout"), COVERING, ids=str)
+@pytest.mark.parametrize(
+    ("loss", "layout"),
+    [*COVERING, *(pytest.param(*case, marks=pytest.mark.nightly) for case in EVERYTHING)],
+    ids=str,
+)
 def test_like_one_device(pool: WorkerPool, loss: str, layout: Layout) -> None:
     check(pool, loss, layout)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("pipeline", [2, 3])
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
-def test_every_loss_in_every_schedule(pool: WorkerPool, schedule: str, loss: str, pipeline: int) -> None:
-    check(pool, loss, Layout(schedule, pipeline, 1, 6))
 
 
 FEATURES: dict[str, dict[str, Any]] = {

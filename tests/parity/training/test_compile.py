@@ -192,6 +192,7 @@ def test_weights_that_cannot_wait_are_told_once(pool: WorkerPool, compiled_by_us
         ("max-autotune", "compile='max-autotune' must be True, False or options of torch.compile: fullgraph"),
         ({"mode": "reduce-overhead"}, "asks for CUDA graphs.* Use mode='default' or 'max-autotune-no-cudagraphs'"),
         ({"mode": "max-autotune"}, "asks for CUDA graphs"),
+        (3, "compile=3 must be True"),
         ({"options": {"triton.cudagraphs": True}}, "asks for CUDA graphs"),
         ({"backnd": "eager"}, "compile has backnd, which torch.compile does not take. Its options are: fullgraph"),
     ],

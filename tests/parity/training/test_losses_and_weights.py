@@ -84,7 +84,11 @@ def check(pool: WorkerPool, settings: Settings, layout: Layout, record: Callable
     assert found.weight < (FLOAT32_WEIGHT_TOLERANCE if is_float32 else TOLERANCE), found.worst_weight
 
 
-@pytest.mark.parametrize("case", BY_DAY, ids=_id)
+@pytest.mark.parametrize(
+    "case",
+    [*BY_DAY, *(pytest.param(case, marks=pytest.mark.nightly) for case in CROSS_PRODUCT if case not in BY_DAY)],
+    ids=_id,
+)
 def test_pipeline_equals_one_device(
     pool: WorkerPool, case: tuple[str, str, Layout], record_property: Callable[[str, object], None]
 ) -> None:
@@ -106,15 +110,6 @@ def test_every_schedule(
     """``auto`` changes its schedule before the last of four batches."""
     settings = Settings(model, num_samples=18, batch_size=12, **CLIPPED)
     check(pool, settings, Layout(schedule, 2, 1, 6), record_property)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", [case for case in CROSS_PRODUCT if case not in BY_DAY], ids=_id)
-def test_cross_product(
-    pool: WorkerPool, case: tuple[str, str, Layout], record_property: Callable[[str, object], None]
-) -> None:
-    model, variant, layout = case
-    check(pool, Settings(model, **VARIANTS[variant]), layout, record_property)
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,8 @@ def uninterrupted(settings: Settings) -> Outcome:
     ("settings", "layout", "single_file"),
     [
         (SETTINGS, TWO_STAGES, False),
+        # ``auto`` measures again after the restart, and begins with the schedule of estimated costs
+        pytest.param(SETTINGS, TUNED, False, marks=pytest.mark.nightly),
         pytest.param(SPLIT_CONVOLUTIONS, THREE_STAGES, True, marks=pytest.mark.nightly),
         pytest.param(SETTINGS, TWO_BY_TWO, False, marks=pytest.mark.nightly),
         pytest.param(SETTINGS, TWO_STAGES, True, marks=pytest.mark.nightly),
@@ -157,16 +159,6 @@ def test_stop_and_resume(
     second = train_part(pool, layout, settings, start_from=path, **kind)
     assert len(second.losses) == 2
     assert_continues(joined(first, second), uninterrupted(settings))
-
-
-@pytest.mark.nightly
-def test_stop_after_a_change_of_schedule_and_resume(pool: WorkerPool, tmp_path: Path) -> None:
-    """``auto`` measures again after the restart, and begins with the schedule of estimated costs."""
-    path = tmp_path / "stopped.ckpt"
-    first = train_part(pool, TUNED, SETTINGS, stop_after=MIDDLE_OF_SECOND_EPOCH, save_to=path)
-    second = train_part(pool, TUNED, SETTINGS, start_from=path)
-    assert (len(first.losses), len(second.losses)) == (4, 2)
-    assert_continues(joined(first, second), uninterrupted(SETTINGS))
 
 
 @pytest.mark.nightly

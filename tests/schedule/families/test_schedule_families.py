@@ -27,29 +27,21 @@ def chunk_costs(row: dict[str, Any], factor: float) -> StageCosts:
     return StageCosts(*times, p2p=row["p2p_ms"])
 
 
-@pytest.mark.parametrize("row", PROFILES["one_chunk_per_rank"], ids=profile_id)
+@pytest.mark.parametrize(
+    "row", [*PROFILES["one_chunk_per_rank"], *PROFILES["two_chunks_per_rank"]["rows"]], ids=profile_id
+)
 @pytest.mark.parametrize(
     ("name", "tolerance"), [("1f1b", 0.002), ("zb_h1", 0.002), ("zb_h2", 0.002), ("interleaved_1f1b", 0.005)]
 )
 def test_published_bubbles(row: dict[str, Any], name: str, tolerance: float) -> None:
-    stages_per_rank = PADDED_LAYERS[row["model"]] // row["stages"] if name == "interleaved_1f1b" else 1
+    has_two_chunks = "ranks" in row
+    num_ranks, stages_per_rank = row["ranks" if has_two_chunks else "stages"], 1
+    if name == "interleaved_1f1b":
+        stages_per_rank = 2 if has_two_chunks else PADDED_LAYERS[row["model"]] // num_ranks
     schedule = build_schedule(
-        name, num_ranks=row["stages"], num_microbatches=row["microbatches"], stages_per_rank=stages_per_rank
+        name, num_ranks=num_ranks, num_microbatches=row["microbatches"], stages_per_rank=stages_per_rank
     )
-    bubble = schedule.simulate(chunk_costs(row, 1 / stages_per_rank)).bubble_fraction
-    assert bubble == pytest.approx(row["bubble"][name], abs=tolerance)
-
-
-@pytest.mark.parametrize("row", PROFILES["two_chunks_per_rank"]["rows"], ids=profile_id)
-@pytest.mark.parametrize(
-    ("name", "tolerance"), [("1f1b", 0.002), ("zb_h1", 0.002), ("zb_h2", 0.002), ("interleaved_1f1b", 0.005)]
-)
-def test_published_bubbles_of_two_chunks(row: dict[str, Any], name: str, tolerance: float) -> None:
-    stages_per_rank = 2 if name == "interleaved_1f1b" else 1
-    schedule = build_schedule(
-        name, num_ranks=row["ranks"], num_microbatches=row["microbatches"], stages_per_rank=stages_per_rank
-    )
-    bubble = schedule.simulate(chunk_costs(row, 2 / stages_per_rank)).bubble_fraction
+    bubble = schedule.simulate(chunk_costs(row, (1 + has_two_chunks) / stages_per_rank)).bubble_fraction
     assert bubble == pytest.approx(row["bubble"][name], abs=tolerance)
 
 
