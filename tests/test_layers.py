@@ -103,7 +103,7 @@ BUDGETS = {
     ("strategy",): 13_425,
     ("cli", "conf", "doctor"): 8_891,
     ("telemetry", "callbacks"): 4_174,
-    ("schedule",): 4_877,
+    ("schedule",): 4_870,
     ("planning",): 5_511,
     ("runtime",): 4_572,
     ("checkpoint",): 3_621,

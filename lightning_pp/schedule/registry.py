@@ -56,8 +56,7 @@ class Family:
         name: What the user writes.
         build: Makes the schedule.
         default_stages_per_rank: Used when the user gives none.
-        max_stages_per_rank: The most the family allows, None for any number.
-        min_stages_per_rank: The fewest it allows.
+        has_fixed_stages: Whether it allows no other number of them than the default.
         summary: One line for people who choose.
         is_search: Whether it searches, and so takes long and depends on the costs.
         patterns: The programs that it chooses from by the costs, or fits to them; None where it looks at none.
@@ -68,23 +67,20 @@ class Family:
     build: Callable[[ScheduleRequest], Schedule]
     summary: str
     default_stages_per_rank: int = 1
-    min_stages_per_rank: int = 1
-    max_stages_per_rank: int | None = None
+    has_fixed_stages: bool = False
     is_search: bool = False
     patterns: Callable[[ScheduleRequest], Sequence[Schedule]] | None = None
     is_fitted: bool = False
 
     def allows(self, stages_per_rank: int) -> bool:
         """True when the family can place so many stages on a rank."""
-        most = self.max_stages_per_rank
-        return stages_per_rank >= self.min_stages_per_rank and (most is None or stages_per_rank <= most)
+        return stages_per_rank == self.default_stages_per_rank if self.has_fixed_stages else stages_per_rank >= 1
 
     def check_stages_per_rank(self, stages_per_rank: int) -> None:
         """Raise ScheduleError, saying what is allowed, unless the family can place so many stages on a rank."""
-        least, most = self.min_stages_per_rank, self.max_stages_per_rank
         if self.allows(stages_per_rank):
             return
-        allowed = f"{least} or more" if most is None else f"exactly {least}" if least == most else f"{least} to {most}"
+        allowed = f"exactly {self.default_stages_per_rank}" if self.has_fixed_stages else "1 or more"
         raise ScheduleError(f"stages_per_rank is {stages_per_rank}, but {self.name} allows {allowed} ({self.summary})")
 
 

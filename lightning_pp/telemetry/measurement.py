@@ -105,16 +105,16 @@ class FitMeasurement:
 
     Args:
         pipeline: What runs on this rank.
-        clock: Times the batches.
 
     Attributes:
+        clock: Times the batches.
         num_samples: Samples that all replicas have trained on, the first batch included; on pipeline rank 0.
         num_tokens: The same of tokens.
         pictured_step: The optimizer step that :meth:`gather_timeline` shows.
     """
 
-    def __init__(self, pipeline: MeasurablePipeline, clock: BatchClock | None = None) -> None:
-        self.clock = clock or BatchClock()
+    def __init__(self, pipeline: MeasurablePipeline) -> None:
+        self.clock = BatchClock()
         self._waited_ms = 0.0
         self.num_samples = 0
         self.num_tokens = 0

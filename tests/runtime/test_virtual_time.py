@@ -19,7 +19,7 @@ def random_cases(seed: int) -> list[tuple[Schedule, StageCosts]]:
     for name in available_schedules() * 2:
         family = schedule_family(name)
         p = generator.randint(2, 4)
-        v = generator.randint(family.min_stages_per_rank, min(2, family.max_stages_per_rank or 2))
+        v = generator.choice([number for number in (1, 2) if family.allows(number)])
         m = generator.randint(1, 4 if name == "auto" else 9)
 
         def numbers(num_stages: int = p * v) -> list[float]:

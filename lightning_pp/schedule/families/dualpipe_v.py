@@ -48,7 +48,6 @@ register(
         build_dualpipe_v,
         "two stages a rank in a V, forwards and backwards in pairs",
         default_stages_per_rank=2,
-        min_stages_per_rank=2,
-        max_stages_per_rank=2,
+        has_fixed_stages=True,
     )
 )

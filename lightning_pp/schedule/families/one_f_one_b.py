@@ -108,7 +108,7 @@ for _name, _build, _summary in (
     ("zb_h1", partial(build_split, "zb_h1", 1), "split backward in the memory of 1f1b; one stage a rank"),
     ("zb_h2", partial(build_split, "zb_h2", 2), "split backward in twice the memory of 1f1b; one stage a rank"),
 ):
-    register(Family(_name, _build, _summary, max_stages_per_rank=1))
+    register(Family(_name, _build, _summary, has_fixed_stages=True))
 register(
     Family(
         "interleaved_1f1b",

@@ -103,8 +103,7 @@ for _name, _share in (("v_half", "half"), ("v_min", "a third")):
             partial(build_v, _name),
             f"two stages a rank in a V; {_share} of the memory of 1f1b",
             default_stages_per_rank=2,
-            min_stages_per_rank=2,
-            max_stages_per_rank=2,
+            has_fixed_stages=True,
             patterns=partial(_patterns, _name),
             is_fitted=True,
         )

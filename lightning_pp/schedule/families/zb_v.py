@@ -59,8 +59,7 @@ register(
         build_zb_v,
         "two stages a rank in a V; nearly no bubble in the memory of 1f1b",
         default_stages_per_rank=2,
-        min_stages_per_rank=2,
-        max_stages_per_rank=2,
+        has_fixed_stages=True,
         patterns=lambda request: [build_zb_v_by_hand(request)],
         is_fitted=True,
     )
