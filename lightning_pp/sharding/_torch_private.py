@@ -161,6 +161,12 @@ def call_first_after_update(
     cast(Any, optimizer)._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
 
 
+def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """The hooks before and after each step of ``optimizer``."""
+    held: Any = optimizer
+    return [*held._optimizer_step_pre_hooks.values(), *held._optimizer_step_post_hooks.values()]
+
+
 @uses("torch.Tensor._backward_hooks", "torch.Tensor._post_accumulate_grad_hooks")
 def gradient_hooks(tensor: Tensor) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
     """The dicts that torch calls hooks from: those of ``register_hook``, and those after accumulation."""

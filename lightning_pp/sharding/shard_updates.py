@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pp.combined_optimizer import CombinedOptimizer
-from lightning_pp.sharding._torch_private import as_plain_tensors, call_first_after_update, shard_itself
+from lightning_pp.sharding._torch_private import as_plain_tensors, call_first_after_update, shard_itself, step_hooks
 from lightning_pp.sharding.units.flat import gradient_like
 from lightning_pp.sharding.whole_updates import WholeUpdates
 
@@ -70,6 +70,16 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     """
     is_known = type(optimizer) in _ELEMENTWISE or getattr(optimizer, "is_elementwise", False)
     return is_known and not any(group.get("differentiable") for group in optimizer.param_groups)
+
+
+def is_elementwise_of_torch(optimizer: Optimizer) -> bool:
+    """Whether its parameters, states and groups are all that an update reads and changes, besides gradients."""
+    return type(optimizer) in _ELEMENTWISE and is_elementwise(optimizer)
+
+
+def has_other_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks that are not of this package are called around its steps."""
+    return any(not str(getattr(hook, "__module__", "")).startswith("lightning_pp.") for hook in step_hooks(optimizer))
 
 
 def with_closure(

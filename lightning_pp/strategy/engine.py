@@ -32,7 +32,9 @@ from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.lightning.gradient_norms import GradientNorms
 from lightning_pp.strategy.parameters.finite_gradients import FiniteGradients
 from lightning_pp.strategy.parameters.gradients import StageGradients
+from lightning_pp.strategy.parameters.post_validation import PostValidation
 from lightning_pp.strategy.parameters.precision import scaled, step_dtypes
+from lightning_pp.strategy.results.batch_undo import batch_undo
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, loss_of, none_refused
 from lightning_pp.strategy.results.reports import BatchReport, ReportedBatch
@@ -43,6 +45,8 @@ from lightning_pp.strategy.step.gradient_watch import gradients_watched
 from lightning_pp.strategy.step.outside_steps import OutsideSteps
 from lightning_pp.strategy.surroundings import Surroundings
 from lightning_pp.telemetry.diagnosis.evidence import PlanFacts
+
+_INVALID = object()  # what came of a batch that ran with the weights of an update that is made again
 
 
 class PipelineEngine:
@@ -129,6 +133,13 @@ class PipelineEngine:
         self.finite = FiniteGradients(
             self._options.batches.on_nonfinite, self.split, self.rank, self.device, lambda: self._trainer
         )
+        self.post_validation = PostValidation(
+            self.module,
+            self.gradients,
+            self.finite,
+            is_asked=self._options.batches.post_validation,
+            is_settled=lambda: self.is_settled,
+        )
         self._compiled_units = compiled_units(self.split, self.rank, surroundings.compile_options)
         self._executor = self._new_executor()
         self._connection.align_generators()
@@ -155,6 +166,7 @@ class PipelineEngine:
         """Takes over metrics and units for a run of the trainer; every rank has to call it."""
         self._trainer = trainer
         self._checks.start()
+        self.post_validation.begin()
         self._power_iterations = PowerIterations(self.module)
         self._recover()
         self._num_batches_before = self.num_batches_run
@@ -171,6 +183,7 @@ class PipelineEngine:
 
     def detach(self) -> None:
         """Gives metrics, hooks and units back; waits until others have what was sent, unless the run failed."""
+        self.post_validation.close(has_failed=self.has_failed)
         self._attached.close()
         self.metrics.detach()
         if self._compiled_units is not None:
@@ -197,6 +210,11 @@ class PipelineEngine:
         """
         self.has_failed = True
         self._connection.abandon()
+
+    def _end_in(self, error: BaseException) -> None:
+        if isinstance(error, Exception):
+            self.post_validation.explain(error)
+        self.abandon()
 
     def _recover(self) -> None:
         """Brings the ranks together again, if one of them has failed since the last run."""
@@ -246,12 +264,20 @@ class PipelineEngine:
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulate: int, reduce: bool) -> Any:
         """Forward and backward of one batch; returns what the user's step would have returned for it."""
-        output = self._run("training_step", args, kwargs, 1.0 / accumulate, trains=True, reduce=reduce)
+        run = partial(self._run, "training_step", args, kwargs, 1.0 / accumulate, trains=True, reduce=reduce)
+        numbers = self._num_batches_run[True], self.num_batches_trained
+        undo = batch_undo(self.module, self.metrics, self.device) if self.post_validation.begin_batch() else None
+        output = run()
+        if output is _INVALID and undo is not None:
+            undo()
+            self._num_batches_run[True], self.num_batches_trained = numbers
+            output = run()
         self._model.update_hooks.run_postponed()
         return output
 
     def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward of one batch; returns what the user's step would have returned for it."""
+        self.post_validation.settle_on_all()
         return self._run(step, args, kwargs, 1.0, trains=False, reduce=False)
 
     def _run(
@@ -260,7 +286,7 @@ class PipelineEngine:
         batch, *rest = args
         call = StepCall(step, rest, kwargs, training=trains)
         with ExitStack() as stack:
-            stack.push(lambda kind, *_: None if kind is None else self.abandon())
+            stack.push(lambda kind, error, _: None if error is None else self._end_in(error))
             stack.enter_context(self._outside_steps.in_step())
             stack.enter_context(self.split.fake_parameters.without_registering_fakes())
             try:
@@ -268,9 +294,13 @@ class PipelineEngine:
             except NoLossError:  # of a dry run or a check, hence on every rank of the pipeline, and nothing was run
                 if not trains or self.sizes.data_parallel > 1 or factor != 1.0:
                     raise
+                self.post_validation.settle_on_all()
             else:
                 report = self._begin_report(run)
                 self._execute(run, range(len(run.microbatches)), trains=trains, reduce=reduce, on_outputs=report.send)
+                if not self.post_validation.is_valid():
+                    return self._withdraw(report, run)
+                self.post_validation.settle()
                 output = self._receive(report, run)
                 if report.unchecked is not None:  # an error ends the run before an update
                     with self._model.cutter.noted(batch, len(run.microbatches)):
@@ -388,6 +418,7 @@ class PipelineEngine:
             device=self.device,
             metrics=self.metrics,
             trainer=self._trainer,
+            is_valid=self.post_validation.is_valid,
         )
 
     def _receive(self, report: BatchReport, run: BatchRun) -> Any:
@@ -403,6 +434,14 @@ class PipelineEngine:
         run.scopes.attributes.apply(changes)
         self.finite.note_loss(report.nonfinite)
         return output
+
+    def _withdraw(self, report: BatchReport, run: BatchRun) -> object:
+        """At the end of a batch that ran with the weights of an update which is to be made again."""
+        report.drop()
+        run.updates.undo()
+        self._comparison.put_back(report.batch.fingerprint)
+        self.post_validation.settle_batch()
+        return _INVALID
 
     def _recorded_step(self, call: StepCall, microbatch: Microbatch) -> Callable[[DryRun], Any]:
         step, precision = (self.module, call.step, microbatch.data, call.rest, call.kwargs), self._precision

@@ -111,7 +111,7 @@ class HeldPipeline:
         if is_fitting:
             self._prepare_fit(trainer, optimizers)
         strategy.setup_precision_plugin()
-        engine.gradients.install_clipping(strategy.precision_plugin, engine.finite.note_norm)
+        engine.gradients.install_clipping(strategy.precision_plugin, engine.post_validation.clip)
         engine.finite.install(strategy.precision_plugin)
         self._checkpoints.attach(trainer, engine, part, strategy.checkpoint_io)
         if is_fitting:

@@ -238,6 +238,13 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         self._watch.begin_batch(self._trainer, evaluates=True)
         return self.engine.evaluate(step, args, kwargs)
 
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Lightning's: the step, clipping and update. With ``post_validation`` the update may not be final yet."""
+        output = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        if self._pipeline.engine is not None:
+            self._pipeline.engine.post_validation.end_update()
+        return output
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves a batch, and notes its fingerprint while it is still on the host."""
         if self._pipeline.engine is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,30 @@ from lightning_pp.sharding.units.flat import local_tensor
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
-@torch.no_grad()
+@dataclass(eq=False)
+class NormUnderWay:
+    """The norm of all gradients of the model, of which this rank's part is known.
+
+    Attributes:
+        parts: What the ranks' collective is over.
+        norm_type: p of the p-norm.
+        work: The collective, if there are other ranks.
+    """
+
+    parts: Tensor
+    norm_type: float
+    work: dist.Work | None
+
+    @torch.no_grad()
+    def wait(self) -> Tensor:
+        """Waits for the other ranks, on a device in its present stream; the result of :func:`global_norm`."""
+        if self.work is not None:
+            self.work.wait()
+        if math.isinf(self.norm_type):
+            return torch.where(self.parts[1] > 0, math.nan, math.copysign(1.0, self.norm_type) * self.parts[0])
+        return self.parts ** (1.0 / self.norm_type)
+
+
 def global_norm(
     parameters: Iterable[tuple[nn.Parameter, float]],
     *,
@@ -40,18 +64,27 @@ def global_norm(
     Raises:
         ValueError: ``norm_type`` is 0.
     """
+    return start_global_norm(parameters, mesh=mesh, norm_type=norm_type).wait()
+
+
+@torch.no_grad()
+def start_global_norm(
+    parameters: Iterable[tuple[nn.Parameter, float]], *, mesh: DeviceMesh | None = None, norm_type: float = 2.0
+) -> NormUnderWay:
+    """Starts :func:`global_norm`, and does not wait for other ranks."""
     if norm_type == 0:
         raise ValueError("norm_type=0 is not a norm: give a positive number or math.inf")
     norms, device = _norms_by_copies(parameters, mesh, norm_type)
     none = torch.zeros(0, dtype=torch.float64, device=device)
-    if math.isinf(norm_type):
+    is_extreme = math.isinf(norm_type)
+    if is_extreme:
         together = torch.cat([each for some in norms.values() for each in some]) if norms else none
-        return _extreme(together, math.copysign(1.0, norm_type))
-    powers = [(torch.cat(some) ** norm_type).sum() / num_copies for num_copies, some in norms.items()]
-    total = torch.stack(powers).sum() if powers else none.sum()
-    if _is_spread():
-        dist.all_reduce(total)
-    return total ** (1.0 / norm_type)
+        parts = _extreme_parts(together, math.copysign(1.0, norm_type))
+    else:
+        powers = [(torch.cat(some) ** norm_type).sum() / num_copies for num_copies, some in norms.items()]
+        parts = torch.stack(powers).sum() if powers else none.sum()
+    op = dist.ReduceOp.MAX if is_extreme else dist.ReduceOp.SUM
+    return NormUnderWay(parts, norm_type, dist.all_reduce(parts, op=op, async_op=True) if is_spread() else None)
 
 
 def _norms_by_copies(
@@ -109,16 +142,24 @@ def clip_by_norm_(
     makes gradients NaN or zero, as ``torch.nn.utils.clip_grad_norm_(error_if_nonfinite=False)`` does.
     """
     parameters = list(parameters)
-    by_kind = _by_kind(_local_gradients(parameter for parameter, _ in parameters))  # before other ranks are waited for
     total = global_norm(parameters, mesh=mesh, norm_type=norm_type)
     if note is not None:
         note(total)
-    coefficient = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
-    for gradients in by_kind:
-        # a tensor as the factor: no device waits for the host to read the norm
-        factor = coefficient.to(gradients[0].device, gradients[0].dtype)
-        multiply_all_(gradients, factor)
+    scale_((parameter for parameter, _ in parameters), clip_coefficient(total, max_norm))
     return total
+
+
+def clip_coefficient(total: Tensor, max_norm: float) -> Tensor:
+    """What gradients of the norm ``total`` are multiplied by: exactly 1 where they are not clipped."""
+    return torch.clamp(max_norm / (total + _EPSILON), max=1.0)
+
+
+@torch.no_grad()
+def scale_(parameters: Iterable[nn.Parameter], coefficient: Tensor) -> None:
+    """Multiplies every gradient by ``coefficient`` in place; no communication."""
+    for gradients in _by_kind(_local_gradients(parameters)):
+        # a tensor as the factor: no device waits for the host to read the norm
+        multiply_all_(gradients, coefficient.to(gradients[0].device, gradients[0].dtype))
 
 
 @torch.no_grad()
@@ -129,21 +170,19 @@ def clip_by_value_(parameters: Iterable[nn.Parameter], clip_value: float) -> Non
         clamp_all_max_(gradients, clip_value)
 
 
-def _extreme(norms: Tensor, sign: float) -> Tensor:
-    """The greatest (``sign`` 1) or least (-1) of the norms of all ranks; NaN if one is NaN.
+def _extreme_parts(norms: Tensor, sign: float) -> Tensor:
+    """The greatest (``sign`` 1) or least (-1) of the norms times ``sign``, and 1 if one is NaN, else 0.
 
     A flag travels along for NaN, since no backend promises that the maximum of NaN and a number is NaN.
     """
     neutral = 0.0 if sign > 0 else -math.inf
     candidates = torch.where(norms.isnan(), neutral, sign * norms)
     greatest = torch.cat([candidates, norms.new_tensor([neutral])]).max()
-    parts = torch.stack([greatest, norms.isnan().any().to(norms.dtype)])
-    if _is_spread():
-        dist.all_reduce(parts, op=dist.ReduceOp.MAX)
-    return torch.where(parts[1] > 0, math.nan, sign * parts[0])
+    return torch.stack([greatest, norms.isnan().any().to(norms.dtype)])
 
 
-def _is_spread() -> bool:
+def is_spread() -> bool:
+    """Whether there are other ranks."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 

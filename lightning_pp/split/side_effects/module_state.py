@@ -46,39 +46,65 @@ def preserved_state(module: nn.Module) -> AbstractContextManager[Changes]:
     return _preserved(list(module.named_modules()))
 
 
+class SavedState:
+    """What modules hold: attributes, buffers, attributes of their classes, and what any of these hold, to any depth.
+
+    Args:
+        modules: By name.
+        swaps: Whether copies take the places of tensors and arrays until :meth:`restore`, so that in-place updates
+            (batch statistics, counters) go to them. Otherwise originals stay, and are overwritten then.
+    """
+
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], *, swaps: bool) -> None:
+        self._generators: list[Callable[[], object] | None] = []
+        self._originals: list[tuple[Any, Any, int]] = []
+        kinds = {type(child) for _, child in modules}
+        self._classes, of_classes = ClassAttributes(kinds), {kind: class_containers(kind) for kind in kinds}
+        self.entries: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        """Of each module: name, module, attributes, and by attribute the containers of its own and of its class."""
+        for name, child in modules:
+            attributes, buffers = child.__dict__, buffers_of(child)
+            own = {key: value for key, value in attributes.items() if type(value) not in _PLAIN and key not in _SKIPPED}
+            self._generators += map(restorer, own.values())
+            contents = {key: held for key, value in own.items() if (held := _held_by(key, value))}
+            of_class = {
+                key: reached_from(value, key) for key, value in of_classes[type(child)].items() if key not in attributes
+            }
+            self.entries.append((name, child, dict(attributes), contents, of_class))
+            arrays = {key: value for key, value in own.items() if type(value) in (Tensor, np.ndarray)}
+            real = {key: buffer for key, buffer in buffers.items() if buffer is not None and not buffer.is_meta}
+            places: tuple[tuple[Any, dict[str, Any]], ...] = ((buffers, real), (attributes, arrays))
+            for place, originals in places:
+                copies = {key: _own(value) for key, value in originals.items()}
+                if swaps:
+                    place.update(copies)
+                else:
+                    self._originals += ((value, copies[key], _version(value)) for key, value in originals.items())
+
+    def restore(self) -> None:
+        """Makes everything as it was."""
+        for restore in filter(None, (*self._generators, self._classes.restore)):
+            restore()
+        for _, child, before, contents, of_class in self.entries:
+            for reached in (reached for held in (*contents.values(), *of_class.values()) for reached in held):
+                reached.restore()
+            _put_back(child.__dict__, before)
+        with torch.no_grad():
+            for value, copy, version in self._originals:
+                if version != _version(value) or version < 0:
+                    value[...] = copy
+
+
 @contextmanager
 def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
-    saved = []
-    generators: list[Callable[[], object] | None] = []
-    kinds = {type(child) for _, child in modules}
-    classes, of_classes = ClassAttributes(kinds), {kind: class_containers(kind) for kind in kinds}
-    for name, child in modules:
-        attributes = child.__dict__
-        own = {key: value for key, value in attributes.items() if type(value) not in _PLAIN and key not in _SKIPPED}
-        generators += map(restorer, own.values())
-        contents = {key: held for key, value in own.items() if (held := _held_by(key, value))}
-        of_class = {
-            key: reached_from(value, key) for key, value in of_classes[type(child)].items() if key not in attributes
-        }
-        saved.append((name, child, dict(attributes), contents, of_class))
-        # in-place updates (batch statistics, counters) go to copies
-        buffers = buffers_of(child)
-        with torch.no_grad():
-            for key, buffer in buffers.items():
-                if buffer is not None and not buffer.is_meta:
-                    buffers[key] = _own(buffer)
-            for key, value in own.items():
-                if type(value) is Tensor:
-                    attributes[key] = _own(value)
-                elif type(value) is np.ndarray:
-                    attributes[key] = value.copy()
-    working = [dict(child.__dict__) for _, child, *_ in saved]
+    saved = SavedState(modules, swaps=True)
+    working = [dict(child.__dict__) for _, child, *_ in saved.entries]
     root = dict(modules).get("")
     own_buffers = {} if root is None else {key: copy for key, copy in buffers_of(root).items() if copy is not None}
 
     def changes() -> list[tuple[str, str, Any]]:
         changed = []
-        for (name, child, before, contents, of_class), at_start in zip(saved, working, strict=True):
+        for (name, child, before, contents, of_class), at_start in zip(saved.entries, working, strict=True):
             is_new = {key for key, value in child.__dict__.items() if value is not at_start.get(key, ABSENT)}
             is_new.update(key for key, value in at_start.items() if _is_written(value, before.get(key)))
             is_new.update(key for key, held in contents.items() if any(reached.is_changed for reached in held))
@@ -96,12 +122,7 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
     try:
         yield changes
     finally:
-        for restore in filter(None, (*generators, classes.restore)):
-            restore()
-        for _, child, before, contents, of_class in saved:
-            for reached in (reached for held in (*contents.values(), *of_class.values()) for reached in held):
-                reached.restore()
-            _put_back(child.__dict__, before)
+        saved.restore()
 
 
 class StateAroundUnits:
@@ -140,11 +161,18 @@ class StateAroundUnits:
                     del registered[key]
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """A copy, with the attributes that it has been given."""
-    copy = tensor.detach().clone()
-    vars(copy).update(vars(tensor))
+def _own(value: Any) -> Any:
+    """A copy of a tensor, with the attributes that it has been given, or of an array."""
+    if not isinstance(value, Tensor):
+        return value.copy()
+    copy = value.detach().clone()
+    vars(copy).update(vars(value))
     return copy
+
+
+def _version(value: Any) -> int:
+    """That of a tensor; -1 for an array."""
+    return version_of(value) if isinstance(value, Tensor) else -1
 
 
 def _is_written(value: Any, original: Any) -> bool:

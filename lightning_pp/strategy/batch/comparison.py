@@ -86,6 +86,10 @@ class BatchComparison:
             "between ranks."
         )
 
+    def put_back(self, mine: Fingerprint | None) -> None:
+        """After :meth:`take`: the batch is run again."""
+        self._fingerprint = mine
+
     def take(self) -> Fingerprint | None:
         """The fingerprint of the batch under way, for its report."""
         mine, self._fingerprint = self._fingerprint, None

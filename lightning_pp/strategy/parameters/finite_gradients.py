@@ -49,12 +49,13 @@ class FiniteGradients:
         self._own: Finding | None = None
         self._loss: str | None = None
         self._num_skipped = 0
-        self._is_on = False
+        self._is_on = self._is_postponed = False
 
     def install(self, precision: Precision) -> None:
         """Has ``precision`` ask before every update."""
         self._norm = self._own = self._loss = None
         self._num_skipped = 0
+        self._is_postponed = False
         self._is_on = self.mode != "ignore" and getattr(precision, "scaler", None) is None
         if self._is_on:
             call_before_update(precision, self.decide)
@@ -75,7 +76,28 @@ class FiniteGradients:
             return
         self._norm = float(norm)
         if not math.isfinite(self._norm):
-            self._own = self._last_own_finding()
+            self._own = self._last_own_finding(self.where())
+
+    @property
+    def has_bad_loss(self) -> bool:
+        """Whether :meth:`note_loss` has been told of one since the last update."""
+        return self._loss is not None
+
+    def postpone(self) -> None:
+        """The next update is made without a question; :meth:`decide_late` is asked when the norm is known."""
+        self._is_postponed = True
+
+    def decide_late(self, norm: Tensor, where: str) -> bool:
+        """As :meth:`decide`, of the update of a batch before: on each rank for itself.
+
+        Args:
+            norm: Of all gradients.
+            where: That batch, as :meth:`where` named it.
+        """
+        if not self._is_on or bool(norm.isfinite()):
+            return True
+        own = self._last_own_finding(where)
+        return self._refuse(own[2] if own else f"The norm of all gradients is {float(norm)}, in {where}.")
 
     def bad_weight(self) -> str | None:
         """A trained parameter of this rank that is not finite, in words; None for none, and if the check is off."""
@@ -91,7 +113,8 @@ class FiniteGradients:
         Raises:
             NonFiniteError: It would be made with what is not finite.
         """
-        if not self._is_on:
+        is_postponed, self._is_postponed = self._is_postponed, False
+        if not self._is_on or is_postponed:
             return True
         norm, own, loss = self._norm, self._own, self._loss
         self._norm = self._own = self._loss = None
@@ -101,14 +124,19 @@ class FiniteGradients:
         if self.mode == "skip" and looks:
             looks = self._may_be_bad_anywhere()  # the only time that the host waits, unless something is found
         if looks and not are_finite(gradient for _, _, gradient in self._gradients()):
-            own, is_bad = self._last_own_finding(), True
+            own, is_bad = self._last_own_finding(self.where()), True
         if self.mode == "skip" and looks:
             is_bad = self._largest(torch.full((), float(is_bad), device=self._device))
             known_to_all = True
         if not is_bad:
             return True
         finding = self._last_finding_of_ranks(own) if known_to_all else own
-        text = loss or (finding[2] if finding else f"The norm of all gradients is {norm}, in {self.where()}.")
+        return self._refuse(
+            loss or (finding[2] if finding else f"The norm of all gradients is {norm}, in {self.where()}.")
+        )
+
+    def _refuse(self, text: str) -> bool:
+        """Raises, or drops the gradients."""
         if self.mode == "error":
             raise NonFiniteError(text)
         for parameter in self._split.module.parameters():
@@ -122,7 +150,7 @@ class FiniteGradients:
             if parameter.grad is not None:
                 yield name, parameter, parameter.grad
 
-    def _last_own_finding(self) -> Finding | None:
+    def _last_own_finding(self, where: str) -> Finding | None:
         """Of this rank's parameters whose gradients are not finite the last, to which a backward comes first."""
         units = self._split.units_of(self._rank)
         unit_of = {id(parameter): name for name, unit in units.items() for parameter in unit.parameters()}
@@ -136,7 +164,7 @@ class FiniteGradients:
             of_unit = "outside of units" if unit is None else f"unit {unit}"
             words = (
                 f"The gradient of {self._split.fake_parameters.canonical_names[name]} ({of_unit}, stage {stage}, rank "
-                f"{_global_rank()}) is not finite, before the update of {self.where()}."
+                f"{_global_rank()}) is not finite, before the update of {where}."
             )
             found.append((stage, place, words))
         return max(found, default=None)

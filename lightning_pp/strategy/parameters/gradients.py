@@ -19,7 +19,13 @@ from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Schedule, Sharding
 from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.gradients.accumulation import WideGradients
-from lightning_pp.sharding.gradients.clip import clip_by_norm_, clip_by_value_, own_square
+from lightning_pp.sharding.gradients.clip import (
+    NormUnderWay,
+    clip_by_norm_,
+    clip_by_value_,
+    own_square,
+    start_global_norm,
+)
 from lightning_pp.sharding.gradients.hooks import GradientHooks
 from lightning_pp.sharding.gradients.replicated import ReplicatedGradients
 from lightning_pp.sharding.gradients.shared import SharedParameters
@@ -65,7 +71,7 @@ class StageGradients:
         groups: ControlGroups,
         dtypes: StepDtypes,
     ) -> None:
-        self.clock = CollectiveClock(device)
+        self.clock, self.device = CollectiveClock(device), device
         self._module = split.module
         self._split = split
         self._rank = rank
@@ -207,16 +213,18 @@ class StageGradients:
         found: list[float] = torch.stack(squares).tolist()
         return found
 
-    def install_clipping(self, precision: Precision, note_norm: Callable[[Tensor], None]) -> None:
+    def install_clipping(
+        self, precision: Precision, clip: Callable[[Optimizer, Iterable[nn.Parameter], float], None]
+    ) -> None:
         """Makes ``precision`` clip by the norm over all stages and shards, shared parameters counted once.
 
         Args:
             precision: The plugin.
-            note_norm: Gets the norm before gradients are scaled, on every rank.
+            clip: Clips the gradients of an optimizer's parameters by their norm, on every rank.
         """
 
         def clip_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
-            self.clip_by_norm(precision.main_params(optimizer), clip_val, note=note_norm)
+            clip(optimizer, precision.main_params(optimizer), clip_val)
 
         def clip_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
             clip_by_value_(precision.main_params(optimizer), clip_val)
@@ -233,6 +241,10 @@ class StageGradients:
         """As :func:`clip_by_norm_`, of what all ranks give; every rank has to call it with its part, or with none."""
         counted = self._counted(parameters)
         return clip_by_norm_(counted, max_norm, mesh=self._data_parallel, norm_type=norm_type, note=note)
+
+    def start_norm(self, parameters: Iterable[nn.Parameter]) -> NormUnderWay:
+        """Starts to compute the 2-norm that :meth:`clip_by_norm` clips by; every rank has to call it."""
+        return start_global_norm(self._counted(parameters), mesh=self._data_parallel)
 
     def _counted(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, float]]:
         """Each parameter with the share of its norm that counts here."""

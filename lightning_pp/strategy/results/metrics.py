@@ -113,15 +113,24 @@ class PipelineMetrics:
     @contextmanager
     def untouched(self) -> Iterator[None]:
         """In the block, steps update the metrics; afterwards these are as they were before."""
-        copies = _copies(self._collected)
+        restore = self.saved()
         self.batch_values = BatchValues()
         try:
             yield
         finally:
-            for metric, before in zip(self._collected, copies, strict=True):
+            restore()
+
+    def saved(self) -> Callable[[], None]:
+        """A function that makes the metrics as they are now."""
+        collected, copies = self._collected, _copies(self._collected)
+
+        def restore() -> None:
+            for metric, before in zip(collected, copies, strict=True):
                 own = {name: value for name, value in vars(metric).items() if name in (*_METHODS, "_modules")}
                 vars(metric).clear()
                 vars(metric).update(vars(before) | own)
+
+        return restore
 
     @contextmanager
     def _scoped(self, scope: _Scope) -> Iterator[None]:

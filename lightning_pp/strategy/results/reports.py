@@ -84,6 +84,7 @@ class BatchReport:
         device: Where this rank computes.
         metrics: Those of the module, whose counts of updates are sent; None for none.
         trainer: The step may set its ``should_stop``; None: not read.
+        is_valid: Whether the batch counts, or is run again; asked when the report is to be sent.
         nonfinite: Once it is taken up, which loss of the global batch is not finite, in words; None for none.
         unchecked: Once it is taken up, the part of the batch to check; None for none.
     """
@@ -95,12 +96,13 @@ class BatchReport:
     device: torch.device = field(kw_only=True)
     metrics: PipelineMetrics | None = field(default=None, kw_only=True)
     trainer: pl.Trainer | None = field(default=None, kw_only=True)
+    is_valid: Callable[[], bool] = field(default=lambda: True, kw_only=True)
     nonfinite: str | None = field(default=None, init=False)
     unchecked: tuple[int, int] | None = field(default=None, init=False)
     _own: Merged | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._message: Future[_Content] | None = None if self.line.groups.is_source else self.line.listen()
+        self._message: Future[Any] | None = None if self.line.groups.is_source else self.line.listen()
 
     def send(self, outputs: Sequence[Any]) -> None:
         """Starts to send the report, on the last stage after its last forward; does not wait for ranks or the device.
@@ -111,6 +113,9 @@ class BatchReport:
             outputs: What the step returned for each microbatch.
         """
         if not self.line.groups.is_source:
+            return
+        if not self.is_valid():
+            self._message = self.line.send(lambda: None)
             return
         copies = HostCopies()
         if self.metrics is not None:
@@ -147,6 +152,11 @@ class BatchReport:
 
         self._message = self.line.send(produce)
 
+    def drop(self) -> None:
+        """In place of :meth:`receive_and_apply`, on every rank, where the batch is not valid."""
+        assert self._message is not None
+        self._message.result()
+
     def receive_and_apply(self, module: pl.LightningModule, batch_idx: int) -> Merged:
         """At the end of this rank's step: waits for the report, and passes its logs to Lightning.
 
@@ -163,7 +173,7 @@ class BatchReport:
             Exception: What making the report raised on the last stage.
         """
         assert self._message is not None
-        content = self._message.result()
+        content: _Content = self._message.result()
         self.nonfinite, self.unchecked = content.nonfinite, content.unchecked
         mine, theirs = self.batch.fingerprint, content.fingerprint
         if mine is not None and theirs is not None:
