@@ -45,7 +45,6 @@ class BatchOptions:
         dynamic_step: Whether every microbatch is rehearsed.
         batch_dim: The dimension of samples of tensors, by path, if it is not 0.
         auxiliary_losses: Of products of means over samples in the loss: ``"error"`` or ``"per_microbatch"``.
-        post_validation: Whether updates with clipping by norm are made before the norm is known.
 
     Raises:
         ConfigurationError: A value is not of its kind.
@@ -59,7 +58,6 @@ class BatchOptions:
     dynamic_step: bool = False
     batch_dim: BatchDim = None
     auxiliary_losses: Auxiliary = "error"
-    post_validation: bool = False
 
     def __post_init__(self) -> None:
         check_size("num_microbatches", self.num_microbatches)

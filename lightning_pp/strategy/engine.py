@@ -137,7 +137,7 @@ class PipelineEngine:
             self.module,
             self.gradients,
             self.finite,
-            is_asked=self._options.batches.post_validation,
+            is_asked=self._options.schedule.post_validation,
             is_settled=lambda: self.is_settled,
         )
         self._compiled_units = compiled_units(self.split, self.rank, surroundings.compile_options)

@@ -107,6 +107,11 @@ class StrategyOptions(MeshStrategy):
             channels between ranks that are not neighbours.
         search_seconds: With ``"auto"``, wall-clock seconds that rank 0 may search. Hand-made schedules are always
             compared. None: no time limit; the search stops by its own effort.
+        post_validation: With clipping by norm, update weights before all ranks know the norm, if it was within the
+            limit in the step before. If it then exceeds the limit, every rank undoes the update and the batch since,
+            and makes both again. Results are bit for bit those of waiting. Code between steps that uses weights,
+            gradients or optimizer states waits for the norm. It takes a second copy of these three on every rank, and
+            serves torch's elementwise optimizers (AdamW, SGD, ...).
         whole_batch_loss: Run the code after the last unit once, on the joined outputs of all microbatches. A loss needs
             this if it is not a mean or sum over samples, such as an in-batch contrastive loss. With any schedule, every
             rank then runs all forwards first and holds all microbatches; ``lightning-pp-plan`` shows the cost. By
@@ -125,11 +130,6 @@ class StrategyOptions(MeshStrategy):
             :class:`~lightning_pp.errors.NonFiniteError` before any update uses it. ``"skip"``: all ranks skip
             the update, with a warning. ``"ignore"``: nothing is checked. ``"error"`` and ``"skip"`` do not save weights
             that are not finite. ``16-mixed`` skips by its scaler.
-        post_validation: With clipping by norm, update weights before all ranks know the norm, if it was within the
-            limit in the step before. If it then exceeds the limit, every rank undoes the update and the batch since,
-            and makes both again. Results are bit for bit those of waiting. Code between steps that uses weights,
-            gradients or optimizer states waits for the norm. It takes a second copy of these three on every rank, and
-            serves torch's elementwise optimizers (AdamW, SGD, ...).
         unequal_data: Reaction to ranks with different numbers of batches. ``"error"``: the run ends and names both
             numbers. ``"shortest"``: every loader ends on all ranks when the first rank runs out. For data without a
             length the ranks ask each other before each batch.
@@ -214,12 +214,12 @@ class StrategyOptions(MeshStrategy):
         memory_limit_gib: float | None = None,
         device_memory_gib: float | None = None,
         search_seconds: float | None = None,
+        post_validation: bool = False,
         whole_batch_loss: bool = False,
         check_first_batches: bool = True,
         auxiliary_losses: Auxiliary = "error",
         dynamic_step: bool = False,
         on_nonfinite: OnNonFinite = "error",
-        post_validation: bool = False,
         unequal_data: UnequalData = "error",
         units: Sequence[str] | str | None = None,
         split_points: Sequence[str] | str | None = None,
@@ -248,9 +248,10 @@ class StrategyOptions(MeshStrategy):
         shards = ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size)
         sizes = pipeline_parallel_size, data_parallel_size, tensor_parallel_size
         super().__init__(sizes, process_group_backend, timeout, shards, flight_recorder_dirpath)
-        asked = memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs, activation_offload
-        order = ScheduleOptions(schedule_source(schedule, stages_per_rank, whole_batch_loss, search_seconds), *asked)
-        reactions = on_nonfinite, unequal_data, dynamic_step, batch_dim, auxiliary_losses, post_validation
+        asked = memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs
+        source = schedule_source(schedule, stages_per_rank, whole_batch_loss, search_seconds)
+        order = ScheduleOptions(source, *asked, activation_offload, post_validation)
+        reactions = on_nonfinite, unequal_data, dynamic_step, batch_dim, auxiliary_losses
         batches = BatchOptions(num_microbatches, split_batch, check_first_batches, *reactions)
         cut = CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units), split_head)
         of_ranks = activation_checkpointing, device_memory_gib, tensor_parallel_plan, sequence_parallel

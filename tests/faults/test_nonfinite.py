@@ -278,6 +278,36 @@ def test_all_ranks_skip_the_update_as_one_device_would(
             assert told.startswith(what) and told.endswith("skipped on all ranks, as 0 before it in this run.")
 
 
+EARLY: dict[str, Any] = {"options": {"gradient_clip_val": 1e3}, "settings": {"post_validation": True}}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_early_update_with_a_bad_gradient_is_undone_on_every_rank(
+    pool: WorkerPool, tmp_path: Path, replicas: int
+) -> None:
+    options: dict[str, Any] = {**EARLY, "settings": {**EARLY["settings"], "sharding": "replicate"}}
+    ranks = pool.run(
+        fit_pipeline, tmp_path, "error", replicas=replicas, bad_block=1, world_size=2 * replicas, **options
+    )
+    expected = fit_alone(tmp_path, None, None, BAD)
+    where = re.escape(f"batch {BAD} of epoch 0 (step {BAD}).")
+    for outcome in ranks:  # a rank whose own gradients are finite may first hear that another has ended
+        found = rf"(blocks.1.shift \(.*\) is not finite, before the update of|is nan, in) {where}"
+        assert re.search(found, outcome["ended"][1])
+        check_weights(outcome["weights"], expected)
+
+
+def test_all_ranks_skip_an_early_update(pool: WorkerPool, tmp_path: Path) -> None:
+    ranks = pool.run(fit_pipeline, tmp_path, "skip", bad_block=3, world_size=2, **EARLY)
+    expected = fit_alone(tmp_path, 3, None)
+    check_losses(ranks, 1, expected)
+    for outcome in ranks:
+        assert outcome["ended"] is None
+        check_weights(outcome["weights"], expected)
+    (told,) = ranks[0]["told"]
+    assert told.startswith(f"The norm of all gradients is nan, in batch {BAD} of epoch 0 (step {BAD}). This update is")
+
+
 def test_what_is_ignored_goes_on_as_on_one_device(pool: WorkerPool, tmp_path: Path) -> None:
     for outcome in pool.run(fit_pipeline, tmp_path, "ignore", bad_block=0, world_size=2):
         assert outcome["ended"] is None

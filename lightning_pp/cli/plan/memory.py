@@ -20,7 +20,7 @@ class RankBytes:
         parameters: Between steps, whole or a shard.
         gathered: What is gathered or cast of them during a step, besides.
         gradients: While microbatches add to them.
-        optimizer_state: What the optimizer keeps.
+        optimizer_state: What the optimizer keeps, and the copies of ``post_validation``.
         activations: The most that microbatches hold at a time; what a checkpointed unit holds while it runs again
             included.
         buffers: What is received ahead of need, and what is being sent.
@@ -84,7 +84,7 @@ class PlanMemory:
                 rank.state.parameters_bytes,
                 rank.state.gathered_parameters_bytes,
                 rank.state.gradients_bytes,
-                rank.state.optimizer_state_bytes,
+                rank.state.optimizer_state_bytes + rank.state.copies_bytes,
                 (rank.activations_bytes or 0) + rank.recomputed_bytes,
                 rank.edge_buffers_bytes,
                 rank.peak_bytes,

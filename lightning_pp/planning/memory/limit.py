@@ -234,6 +234,7 @@ class DeviceMemory:
             "parameters that are gathered or cast": state.gathered_parameters_bytes,
             "gradients": state.gradients_bytes,
             "optimizer state": state.optimizer_state_bytes,
+            "copies for post_validation": state.copies_bytes,
             "communicators": need.communicators_bytes,
         }
         if need.running_bytes >= need.reducing_bytes:
@@ -268,6 +269,8 @@ class DeviceMemory:
             ways.append("sharding over more data-parallel ranks")
         if not self.model.state.cpu_offload:
             ways.append("cpu_offload=True")
+        if need.state.copies_bytes:
+            ways.append("post_validation=False")
         if need.activations_bytes and need.running_bytes >= need.reducing_bytes:
             record = self.recording.record
             by_model = any(call.region is not None or call.num_regions_inside for call in record.calls)

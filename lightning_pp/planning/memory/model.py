@@ -74,6 +74,7 @@ class MemoryModel:
             _ASSUMED_OPTIMIZER_BYTES if trains else 0.0,
             settings.cpu_offload,
             num_shards if settings.mode == "replicate" and trains else 1,
+            keeps_copies=trains and options is not None and options.post_validation,
         )
         speed = assumed_speed(device_type) if trains and options is not None and options.activation_offload else None
         assumed = "no optimizer: AdamW is assumed" if trains else ""

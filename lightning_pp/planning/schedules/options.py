@@ -25,6 +25,7 @@ class ScheduleOptions:
         num_profiled_batches: Batches to measure.
         save_costs: Where measured costs are written, or None.
         activation_offload: Whether activations may wait on the host for their backward.
+        post_validation: Whether updates with clipping by norm are made before the norm is known.
 
     Raises:
         ConfigurationError: A number is out of range, or a value not of its kind.
@@ -36,6 +37,7 @@ class ScheduleOptions:
     num_profiled_batches: int = DEFAULT_NUM_PROFILED_BATCHES
     save_costs: str | PathLike[str] | None = None
     activation_offload: bool = False
+    post_validation: bool = False
 
     def __post_init__(self) -> None:
         limit, number = self.memory_limit_gib, self.num_profiled_batches
@@ -43,8 +45,9 @@ class ScheduleOptions:
             raise ConfigurationError(f"memory_limit_gib={limit!r} must be a number above 0, or None for no limit.")
         if isinstance(number, bool) or number < 1:
             raise ConfigurationError(f"num_profiled_batches={number!r} must be an integer of at least 1.")
-        if not isinstance(self.activation_offload, bool):
-            raise ConfigurationError(f"activation_offload={self.activation_offload!r} must be True or False.")
+        for name in ("activation_offload", "post_validation"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigurationError(f"{name}={value!r} must be True or False.")
 
     @property
     def whole_batch_loss(self) -> bool:

@@ -83,8 +83,9 @@ class StateMemory:
         reduced_gradients_bytes: Gradients after the reduction, from then until they are set to zero; 0 where those
             that accumulated are reduced in place.
         optimizer_state_bytes: What the optimizer keeps of its own.
-        host_bytes: With offloading, what lies on the host instead: parameters of units, their reduced gradients and
-            their optimizer state, none of which the other numbers have.
+        host_bytes: With offloading, what lies on the host instead: parameters of units, their reduced gradients,
+            their optimizer state and copies of these, none of which the other numbers have.
+        copies_bytes: With ``post_validation``, copies of parameters, reduced gradients and optimizer state.
     """
 
     parameters_bytes: int
@@ -93,12 +94,13 @@ class StateMemory:
     reduced_gradients_bytes: int
     optimizer_state_bytes: int
     host_bytes: int = 0
+    copies_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """What there is while microbatches run: everything but the reduced gradients."""
-        beside_parameters = self.gathered_parameters_bytes + self.gradients_bytes + self.optimizer_state_bytes
-        return self.parameters_bytes + beside_parameters
+        between_steps = self.parameters_bytes + self.optimizer_state_bytes + self.copies_bytes
+        return between_steps + self.gathered_parameters_bytes + self.gradients_bytes
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class StateSizes:
         optimizer_bytes: Of the optimizer's state for each element, see :func:`optimizer_bytes_per_parameter`.
         cpu_offload: Whether what is sharded lies on the host between its uses.
         num_copies: Replicas that average whole gradients.
+        keeps_copies: Whether updates can be undone by copies of what they change.
     """
 
     dtypes: StepDtypes = field(default_factory=StepDtypes)
@@ -125,6 +128,7 @@ class StateSizes:
     optimizer_bytes: float = 0.0
     cpu_offload: bool = False
     num_copies: int = 1
+    keeps_copies: bool = False
 
     def of(self, parameters: Iterable[ParameterSize], stages: Collection[int]) -> StateMemory:
         """What ``stages``, all of one rank, hold of ``parameters``."""
@@ -139,7 +143,11 @@ class StateSizes:
             gradients_bytes=sum(p.num_elements * self._gradient_dtype(p).itemsize for p in trainable),
             reduced_gradients_bytes=self._reduced(on_device),
             optimizer_state_bytes=self._optimizer_state(on_device),
-            host_bytes=self._kept(offloaded) + self._reduced(offloaded) + self._optimizer_state(offloaded),
+            host_bytes=self._kept(offloaded)
+            + self._reduced(offloaded)
+            + self._optimizer_state(offloaded)
+            + self._copies(offloaded),
+            copies_bytes=self._copies(on_device),
         )
 
     def _kept(self, held: Iterable[_Held]) -> int:
@@ -150,6 +158,10 @@ class StateSizes:
 
     def _optimizer_state(self, held: Iterable[_Held]) -> int:
         return round(sum(number for p, number, _ in held if p.is_trainable) * self.optimizer_bytes)
+
+    def _copies(self, held: Iterable[_Held]) -> int:
+        trained = [each for each in held if each[0].is_trainable] if self.keeps_copies else []
+        return 2 * self._kept(trained) + self._optimizer_state(trained)
 
     def flat_gradients_of(self, parameters: Iterable[ParameterSize]) -> int:
         """The flat copies in which gradients are averaged: all of whole ones, else the largest unit's."""

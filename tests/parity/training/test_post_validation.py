@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -199,3 +200,53 @@ def test_what_a_step_keeps_and_what_is_seen_between_steps_are_the_same(
             assert values.keys() == expected.keys()
             assert all(torch.equal(values[name], value) for name, value in expected.items()), kind
         assert early == waiting
+
+
+class OwnClipping(KeepsState):
+    """Clips by a method of its own."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Of Lightning."""
+        self.clip_gradients(optimizer, gradient_clip_val=2.6, gradient_clip_algorithm="norm")
+
+
+class OwnOptimizer(KeepsState):
+    """Its optimizer is derived from AdamW."""
+
+    def configure_optimizers(self) -> Any:
+        """One that may do anything."""
+        return type("Derived", (torch.optim.AdamW,), {})(self.parameters(), lr=0.05)
+
+
+class HasHook(KeepsState):
+    """Its optimizer calls a function after each step."""
+
+    def configure_optimizers(self) -> Any:
+        """AdamW."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        optimizer.register_step_post_hook(lambda *args: None)
+        return optimizer
+
+
+def fit_and_listen(module: type[KeepsState]) -> tuple[tuple[int, int], list[str]]:
+    """In a worker: how many updates were early, and what was told of it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        numbers = fit_with_state(module, [], post_validation=True)["numbers"]
+    return numbers, [str(each.message) for each in caught if str(each.message).startswith("post_validation")]
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (OwnClipping, "OwnClipping overrides configure_gradient_clipping"),
+        (OwnOptimizer, "Derived is not known to be undone by its parameters and states alone, as AdamW and SGD are"),
+        (HasHook, "AdamW has hooks that are called at each step, and undoing an update does not undo these"),
+    ],
+)
+def test_where_updates_cannot_be_undone_they_wait_and_it_is_said(
+    pool: WorkerPool, module: type[KeepsState], reason: str
+) -> None:
+    first, second = pool.run(fit_and_listen, module, world_size=2)
+    text = f"post_validation=True has no effect: {reason}. Each update waits for all ranks."
+    assert first == ((0, 0), [text]) and second[0] == (0, 0)
