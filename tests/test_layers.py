@@ -99,15 +99,15 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included. A feature pays for its lines by taking others out, so these numbers go down;
 # one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_963,
-    ("strategy",): 13_425,
+    ("split",): 13_003,
+    ("strategy",): 13_810,
     ("cli", "conf", "doctor"): 8_891,
     ("telemetry", "callbacks"): 4_174,
     ("schedule",): 4_870,
-    ("planning",): 5_511,
+    ("planning",): 5_518,
     ("runtime",): 4_572,
     ("checkpoint",): 3_621,
-    ("sharding",): 3_447,
+    ("sharding",): 3_704,
     ("distributed",): 2_430,
     ("tensor",): 3_078,
     ("verification",): 745,

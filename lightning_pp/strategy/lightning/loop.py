@@ -49,7 +49,8 @@ class PipelineOptimization(AutomaticOptimization):
     ==================================  ======================================  ==================================
     reduction of gradients, per unit    replicas of a stage                     last batch of an accumulation
     sum of shared parameters' gradients stages that hold them                   the same, if there are any
-    one number, for clipping by norm    all ranks                               the same, with clipping by norm
+    one number, for clipping by norm    all ranks                               the same, with clipping by norm; with
+                                                                                ``post_validation`` nobody waits for it
     one number, whether to update       all ranks                               the same, with ``on_nonfinite="skip"``
                                                                                 and without clipping by norm
     gather of sample counts             last stages of the replicas             every batch, with replicas

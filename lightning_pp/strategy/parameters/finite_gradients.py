@@ -49,14 +49,15 @@ class FiniteGradients:
         self._own: Finding | None = None
         self._loss: str | None = None
         self._num_skipped = 0
-        self._is_on = self._is_postponed = False
+        self._is_on = self._is_postponed = self.has_scaler = False
 
     def install(self, precision: Precision) -> None:
         """Has ``precision`` ask before every update."""
         self._norm = self._own = self._loss = None
         self._num_skipped = 0
         self._is_postponed = False
-        self._is_on = self.mode != "ignore" and getattr(precision, "scaler", None) is None
+        self.has_scaler = getattr(precision, "scaler", None) is not None
+        self._is_on = self.mode != "ignore" and not self.has_scaler
         if self._is_on:
             call_before_update(precision, self.decide)
 

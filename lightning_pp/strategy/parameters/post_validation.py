@@ -135,6 +135,8 @@ class PostValidation:
         kind = type(optimizer).__name__
         if type(self._module).configure_gradient_clipping is not pl.LightningModule.configure_gradient_clipping:
             return f"{type(self._module).__name__} overrides configure_gradient_clipping"
+        if self._finite.has_scaler:
+            return "the scaler of 16-mixed decides about each update"
         if not is_elementwise_of_torch(optimizer):
             return f"{kind} is not known to be undone by its parameters and states alone, as AdamW and SGD are"
         if has_other_step_hooks(optimizer):
