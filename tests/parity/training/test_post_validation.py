@@ -63,6 +63,7 @@ def train_both(settings: Settings, layout: Layout, options: dict[str, Any]) -> B
     return Both(waiting, early, validation.num_early, validation.num_made_again)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(("changes", "layout", "options"), CASES, ids=lambda value: str(value))
 def test_early_updates_give_the_same_weights(
     pool: WorkerPool, changes: dict[str, Any], layout: Layout, options: dict[str, Any]
@@ -160,9 +161,9 @@ def fit_with_state(module: type[KeepsState], callbacks: list[L.Callback], **opti
     """In a worker: what a training left; with ``post_validation`` in the options or without."""
     torch.manual_seed(3)
     x = torch.randn(96, 8)
-    trained, precision = module(), options.pop("precision", "32-true")
+    trained = module()
     strategy = PipelineParallelStrategy(2, num_microbatches=2, schedule="zb_h1", **options)
-    limits = {"gradient_clip_val": 2.6, "max_epochs": 2, "precision": precision}
+    limits = {"gradient_clip_val": 2.6, "max_epochs": 2}
     trainer = L.Trainer(**QUIET, devices=2, strategy=strategy, callbacks=callbacks, **limits)
     random.seed(5)
     np.random.seed(5)
@@ -228,30 +229,26 @@ class HasHook(KeepsState):
         return optimizer
 
 
-def fit_and_listen(module: type[KeepsState], precision: str) -> tuple[tuple[int, int], list[str]]:
+def fit_and_listen(module: type[KeepsState]) -> tuple[tuple[int, int], list[str]]:
     """In a worker: how many updates were early, and what was told of it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        numbers = fit_with_state(module, [], post_validation=True, precision=precision)["numbers"]
+        numbers = fit_with_state(module, [], post_validation=True)["numbers"]
     return numbers, [str(each.message) for each in caught if str(each.message).startswith("post_validation")]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
-    ("module", "precision", "reason"),
+    ("module", "reason"),
     [
-        (KeepsState, "16-mixed", "the scaler of 16-mixed decides about each update"),
-        (OwnClipping, "32-true", "OwnClipping overrides configure_gradient_clipping"),
-        (
-            OwnOptimizer,
-            "32-true",
-            "Derived is not known to be undone by its parameters and states alone, as AdamW and SGD are",
-        ),
-        (HasHook, "32-true", "AdamW has hooks that are called at each step, and undoing an update does not undo these"),
+        (OwnClipping, "OwnClipping overrides configure_gradient_clipping"),
+        (OwnOptimizer, "Derived is not known to be undone by its parameters and states alone, as AdamW and SGD are"),
+        (HasHook, "AdamW has hooks that are called at each step, and undoing an update does not undo these"),
     ],
 )
 def test_where_updates_cannot_be_undone_they_wait_and_it_is_said(
-    pool: WorkerPool, module: type[KeepsState], precision: str, reason: str
+    pool: WorkerPool, module: type[KeepsState], reason: str
 ) -> None:
-    first, second = pool.run(fit_and_listen, module, precision, world_size=2)
+    first, second = pool.run(fit_and_listen, module, world_size=2)
     text = f"post_validation=True has no effect: {reason}. Each update waits for all ranks."
     assert first == ((0, 0), [text]) and second[0] == (0, 0)
