@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import statistics
 import sys
 import time
@@ -132,13 +133,14 @@ class Beginning(pl.Callback):
 def run_fit(schedule: Schedule, mode: str, ms: float, num_steps: int) -> Row:
     """One fit on all ranks."""
     p, m = len(schedule.programs), schedule.num_microbatches
+    replicas = int(os.environ["WORLD_SIZE"]) // p
     block = Block if has_whole_backwards(schedule) else DelayedBlock
     beginning, (clip, early) = Beginning(ms), MODES[mode]
     options: dict[str, Any] = {"num_microbatches": m, "schedule": schedule.name, "check_first_batches": False}
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=p,
-        strategy=PipelineParallelStrategy(p, post_validation=early, **options),
+        devices=p * replicas,
+        strategy=PipelineParallelStrategy(p, replicas, post_validation=early, **options),
         max_steps=_NUM_WARM + num_steps + 1,
         callbacks=[beginning],
         logger=False,
@@ -148,14 +150,14 @@ def run_fit(schedule: Schedule, mode: str, ms: float, num_steps: int) -> Row:
         gradient_clip_val=clip,
     )
     torch.manual_seed(0)
-    data = torch.randn(_NUM_WARM + num_steps + 2, 2 * m, WIDTH)
+    data = torch.randn((_NUM_WARM + num_steps + 2) * replicas, 2 * m, WIDTH)
     loader: DataLoader[Any] = DataLoader(data.flatten(0, 1), batch_size=2 * m)  # type: ignore[arg-type]
     trainer.fit(Emulated(schedule.placement.num_stages, block), loader)
     num_sleeps = 3 * m * schedule.placement.num_stages // p
     work = num_sleeps * statistics.mean(end - start for start, end in SLEEPS.intervals)
     period = (UPDATES[_NUM_WARM + num_steps] - UPDATES[_NUM_WARM]) / num_steps
     told = torch.tensor([[work, period]], dtype=torch.float64).mul(1e3)
-    ranks = torch.zeros(p, 2, dtype=torch.float64)
+    ranks = torch.zeros(p * replicas, 2, dtype=torch.float64)
     dist.all_gather_into_tensor(ranks, told)
     step_ms = float(ranks[:, 1].max())
     sleeps_ms = num_sleeps * beginning.sleep_ms
@@ -179,7 +181,8 @@ def run_rank(rank: int, num_ranks: int, options: argparse.Namespace) -> list[Row
         logging.getLogger(name).setLevel(logging.ERROR)
     rows: list[Row] = []
     for name in options.schedules:
-        schedule = build_schedule(name, num_ranks=num_ranks, num_microbatches=SIZES[num_ranks])
+        p = num_ranks // options.replicas
+        schedule = build_schedule(name, num_ranks=p, num_microbatches=SIZES[p])
         turns = [
             [run_fit(schedule, mode, options.ms, options.steps) for mode in options.modes] for _ in range(options.turns)
         ]
@@ -205,7 +208,8 @@ def line(row: Row) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints; returns 1 if ``--check`` is given and a bubble is too much beyond the simulated one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4], choices=list(SIZES))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4], choices=list(SIZES), help="of a pipeline")
+    parser.add_argument("--replicas", type=int, default=1, help="pipelines, whose stages are sharded over them")
     parser.add_argument("--ms", type=float, default=10.0, help="length of a sleep")
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb_h1", "zb_h2", "zb_v"])
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
@@ -217,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_heading(COLUMNS)
     rows: list[Row] = []
     for num_ranks in options.ranks:
-        rows += [Row(**row) for row in rows_of_ranks(run_rank, num_ranks, options)]
+        rows += [Row(**row) for row in rows_of_ranks(run_rank, num_ranks * options.replicas, options)]
     if options.json:
         write_json(options.json, [asdict(row) for row in rows])
     judged = [row for row in rows if row.mode != "clipped"]
