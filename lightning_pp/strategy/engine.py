@@ -133,13 +133,8 @@ class PipelineEngine:
         self.finite = FiniteGradients(
             self._options.batches.on_nonfinite, self.split, self.rank, self.device, lambda: self._trainer
         )
-        self.post_validation = PostValidation(
-            self.module,
-            self.gradients,
-            self.finite,
-            is_asked=self._options.schedule.post_validation,
-            is_settled=lambda: self.is_settled,
-        )
+        is_asked, is_settled = self._options.schedule.post_validation, lambda: self.is_settled
+        self.post_validation = PostValidation(self.module, self.gradients, self.finite, is_asked, is_settled)
         self._compiled_units = compiled_units(self.split, self.rank, surroundings.compile_options)
         self._executor = self._new_executor()
         self._connection.align_generators()
@@ -211,11 +206,6 @@ class PipelineEngine:
         self.has_failed = True
         self._connection.abandon()
 
-    def _end_in(self, error: BaseException) -> None:
-        if isinstance(error, Exception):
-            self.post_validation.explain(error)
-        self.abandon()
-
     def _recover(self) -> None:
         """Brings the ranks together again, if one of them has failed since the last run."""
         run = self._num_batches_run
@@ -286,7 +276,8 @@ class PipelineEngine:
         batch, *rest = args
         call = StepCall(step, rest, kwargs, training=trains)
         with ExitStack() as stack:
-            stack.push(lambda kind, error, _: None if error is None else self._end_in(error))
+            stack.push(lambda kind, *_: None if kind is None else self.abandon())
+            stack.enter_context(self.post_validation.explained())
             stack.enter_context(self._outside_steps.in_step())
             stack.enter_context(self.split.fake_parameters.without_registering_fakes())
             try:

@@ -9,7 +9,8 @@ the batch that it has run since, and makes both again. Results are bit for bit t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +83,6 @@ class PostValidation:
         module: pl.LightningModule,
         gradients: StageGradients,
         finite: FiniteGradients,
-        *,
         is_asked: bool,
         is_settled: Callable[[], bool],
     ) -> None:
@@ -206,17 +206,21 @@ class PostValidation:
         for parameter, gradient in self._gradients_before:
             parameter.grad = gradient
 
-    def explain(self, error: Exception) -> None:
-        """Notes that the error came in a batch with weights of an update that was to be made again, if it did."""
-        early = self._early
-        if isinstance(error, NonFiniteError):  # has its own text
-            return
-        if self._is_rejected or (early is not None and early.is_known_to_be(within=False)):
-            add_note(
-                error,
-                "This batch ran with the weights of an update whose gradients were to be clipped first "
-                "(post_validation=True). If the error comes of these weights, set post_validation=False.",
-            )
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """In the block, an error of a batch gets a note if the batch has the weights of an update to be made again."""
+        try:
+            yield
+        except NonFiniteError:  # has its own text
+            raise
+        except Exception as error:
+            if self._is_rejected or (self._early is not None and self._early.is_known_to_be(within=False)):
+                add_note(
+                    error,
+                    "This batch ran with the weights of an update whose gradients were to be clipped first "
+                    "(post_validation=True). If the error comes of these weights, set post_validation=False.",
+                )
+            raise
 
     def close(self, *, has_failed: bool) -> None:
         """At the end of a run."""
