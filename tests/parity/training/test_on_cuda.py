@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.planning.memory.model import MemoryModel
+from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.strategy.parameters.precision import step_dtypes
 
 NUM_RANKS = 2
@@ -229,3 +230,27 @@ def test_hooks_of_batches_draw_the_same_on_every_stage(pool: WorkerPool, device:
     first, second = pool.run(drawn_on, device, world_size=NUM_RANKS)
     assert first == second
     assert len(set(first)) == len(first) >= 4
+
+
+def weights_with_early_updates(device: str) -> tuple[list[dict[str, Tensor]], tuple[int, int]]:
+    """The weights after training without early updates and with them, and how many there were and were made again."""
+    found = []
+    for early in (False, True):
+        module = Chain(5, 32, True)
+        trainer = trainer_on(device, schedule="zb_h2", clip=1.53, post_validation=early, max_epochs=2)
+        trainer.fit(module, batches(8, 8, 32))
+        found.append({name: value.detach().cpu() for name, value in module.named_parameters() if not is_fake(value)})
+    strategy = trainer.strategy
+    assert isinstance(strategy, PipelineParallelStrategy)
+    validation = strategy.engine.post_validation
+    return found, (validation.num_early, validation.num_made_again)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), CUDA])
+def test_early_updates_give_the_weights_of_those_that_wait(pool: WorkerPool, device: str) -> None:
+    for (waiting, early), (num_early, num_made_again) in pool.run(
+        weights_with_early_updates, device, world_size=NUM_RANKS
+    ):
+        assert 0 < num_made_again < num_early
+        assert early.keys() == waiting.keys()
+        assert all(torch.equal(early[name], value) for name, value in waiting.items())
