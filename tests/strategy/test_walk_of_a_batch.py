@@ -27,7 +27,9 @@ class Walked(Blocks):
         paths = [Path(frame.filename) for frame in traceback.extract_stack()]
         files = [path.relative_to(PACKAGE).as_posix() for path in paths if path.is_relative_to(PACKAGE)]
         if "runtime/executor.py" in files:
-            walk = files[files.index("strategy/strategy.py") :]
+            walk = files[
+                -1 - files[::-1].index("strategy/strategy.py") :
+            ]  # optimizer_step is before, around Lightning's
             self.seen.append([file for file, _ in groupby(walk)])
         return super().training_step(batch, batch_idx)
 
