@@ -190,7 +190,7 @@ def inseparable_groups(record: StepRecord) -> list[list[str]]:
         for made_by in call.reads.escapes:
             source = position[record.calls[made_by].unit]
             join(min(here, source), max(here, source))
-    for made_by in record.tail.escapes:
+    for made_by in (*record.tail.escapes, *record.early_reads):
         join(position[record.calls[made_by].unit], len(order) - 1)
     groups: list[list[str]] = []
     for index, unit in enumerate(order):
@@ -204,6 +204,9 @@ def inseparable_groups(record: StepRecord) -> list[list[str]]:
 def why_inseparable(record: StepRecord, units: Sequence[str]) -> str:
     """Why the units of a group must share a stage: the end of a sentence that begins with ``because``."""
     members = set(units)
+    for index, refusal in record.early_reads.items():
+        if record.calls[index].unit in members:
+            return refusal.rstrip(".")
     for reads, consumer in [*((call.reads, call.unit) for call in record.calls), (record.tail, "the end of the step")]:
         for made_by, line in reads.escapes.items():
             if record.calls[made_by].unit in members:

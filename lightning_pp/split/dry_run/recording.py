@@ -312,7 +312,7 @@ class DryRun:
             self._heads.note_part(module)
         call = UnitCall(index=len(self.record.calls), unit=unit, reads=flow.reads, line=user_line())
         if call.index == self._num_calls:
-            self._refuse_reads(self.lines_of_value_reads(), unit)
+            raise self._refused_reads(self.lines_of_value_reads(), unit)
         self.record.calls.append(call)
         flow.num_calls = len(self.record.calls)
         call.activations = frozenset(
@@ -403,8 +403,11 @@ class DryRun:
         self._note_edits()
         num_calls = len(record.calls)
         for read in flow.value_reads:
-            if read.num_calls_before < num_calls:
-                self._refuse_reads([read.line], record.calls[read.num_calls_before].unit, read.sources)
+            if (before := read.num_calls_before) < num_calls:
+                refusal = self._refused_reads([read.line], record.calls[before].unit, read.sources)
+                if with_gradients:
+                    raise refusal
+                record.early_reads = {**dict.fromkeys(range(before, num_calls), str(refusal)), **record.early_reads}
             record.value_reads_in_tail.append(read.line)
             if read.is_branch:
                 record.branches_on_weights.add(read.line)
@@ -626,9 +629,9 @@ class DryRun:
     def _make_up_the_end(self) -> None:
         self._end_data.enter_context(self._flow.made_up_data(MadeUpData()))
 
-    def _refuse_reads(self, lines: Sequence[str], following: str, sources: Any = ()) -> None:
+    def _refused_reads(self, lines: Sequence[str], following: str, sources: Any = ()) -> SplitError:
         made_by = sorted({self.record.calls[source.call].unit for source in sources if isinstance(source, Value)})
-        raise SplitError(
+        return SplitError(
             f"{', '.join(lines[:3]) or 'The step'} reads a value that depends on "
             f"weights{f' ({chr(44).join(made_by)})' if made_by else ''}, and the unit {following!r} is called after "
             "it. The stages without the value cannot know what the step does next. Move the read into a unit or after "

@@ -180,3 +180,6 @@ def _check_flow(record: StepRecord, stage_of_call: list[int], last_stage: int) -
                     "place or torch.autograd.grad. Return it from the unit, or keep the two on one stage with "
                     "split_points."
                 )
+    for index, refusal in record.early_reads.items():
+        if stage_of_call[index] != last_stage:
+            raise SplitError(refusal)

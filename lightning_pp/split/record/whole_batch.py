@@ -131,7 +131,7 @@ def _first_late_call(
     last_stage: int,
 ) -> tuple[int, dict[Value, Join]]:
     """The first unit call of the tail, and how the values are joined that it gets from before."""
-    first_late = len(record.calls)
+    first_late = min(record.early_reads, default=len(record.calls))
     while True:
         joins: dict[Value, Join] = {}
         unjoined: list[Value] = []

@@ -51,13 +51,7 @@ def marked_as(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def follow(
-    kind: Kind | None,
-    function: Any,
-    given: Sequence[Tensor],
-    of_samples: Sequence[bool],
-    result: Any,
-    *,
-    reduces: bool,
+    kind: Kind | None, function: Any, given: Sequence[Tensor], of_samples: Sequence[bool], result: Any, *, reduces: bool
 ) -> None:
     """Marks ``result`` by what it was made of.
 

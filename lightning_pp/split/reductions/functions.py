@@ -74,16 +74,8 @@ WRITES_INTO_FIRST = frozenset({"__setitem__", "masked_fill_"})
 
 _BY_TARGET = ("cross_entropy", "nll_loss")
 _BY_ELEMENT = (
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "kl_div",
-    "soft_margin_loss",
-    "poisson_nll_loss",
-    "gaussian_nll_loss",
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "poisson_nll_loss"),
+    *("gaussian_nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
 )
 _AVERAGES = ("mean", "batchmean", "elementwise_mean")
 
