@@ -227,9 +227,10 @@ class PartCheck:
         except Exception as error:
             if innermost_user_line(error) != UNKNOWN_LINE:  # otherwise not the user's step: another rank has failed
                 sizes = " and ".join(map(str, sorted({part.num_samples for part in self.sizes.parts})))
+                what = "samples" if self.sizes.is_cut_by_user else "rows"  # which are nodes in a batch of graphs
                 note = (
                     f"{self.step} was run on parts of a batch, of {self.sizes.whole.num_samples} and of "
-                    f"{sizes} samples, to check that its loss adds up. If it works for microbatches, "
+                    f"{sizes} {what}, to check that its loss adds up. If it works for microbatches, "
                     "check_first_batches=False turns this check off."
                 )
                 add_note(error, note)

@@ -290,7 +290,7 @@ class BatchPreparation:
                 first = pieces[min(part[1], len(pieces) - 1)]
             parts = self._cutter.cut_into(first.data, 2)
         except BatchError:  # the user's function may refuse to cut a part further, such as a single document
-            if not is_users:
+            if not is_users and len(microbatches) > 1:
                 raise
             return TwoSizes(in_one_piece(batch, microbatches), microbatches, True) if len(microbatches) > 1 else None
         return TwoSizes(replace(first, weight=1.0), parts, is_users) if len(parts) == 2 else None

@@ -266,6 +266,9 @@ def _learned(
     or calls what is not known, is compared with itself twice, which has twice as many of everything.
     """
     records = [plan.record for plan in steps.plans]
+    num_in_batch = sum(each.num_samples for each in steps.microbatches)
+    for record, microbatch in zip(records, steps.microbatches, strict=True):
+        _check_first_rows(record, microbatch.num_samples, num_in_batch)
 
     def are_known() -> bool:
         return all(facts.knows(record.reductions) and not facts.are_by_chance(record.reductions) for record in records)
@@ -276,7 +279,7 @@ def _learned(
     if found is None:
         return all(facts.knows(record.reductions) for record in records)
     small = record_at(found.parts[0], None)
-    _check_first_rows(small, found.parts[0].num_samples, sum(each.num_samples for each in steps.microbatches))
+    _check_first_rows(small, found.parts[0].num_samples, num_in_batch)
     _learn(facts, small, found.parts[0], found.whole, found.is_cut_by_user, record_at)
     for microbatch in steps.microbatches:
         is_one = microbatch.num_samples == 1  # of which len(x) and max(count, 1) say the same
@@ -304,12 +307,7 @@ def _check_first_rows(record: StepRecord, num_samples: int, num_in_batch: int) -
 
 
 def _learn(
-    facts: Facts,
-    small: StepRecord,
-    part: Microbatch,
-    whole: Microbatch,
-    is_cut_by_user: bool,
-    record_at: RecordAt,
+    facts: Facts, small: StepRecord, part: Microbatch, whole: Microbatch, is_cut_by_user: bool, record_at: RecordAt
 ) -> None:
     """Compares ``small``, a dry run of the step on a part of a batch, with one on a larger part."""
     ratio, keeps_integers = whole.num_samples / part.num_samples, False

@@ -190,6 +190,14 @@ def test_replicas_weigh_by_graphs(pool: WorkerPool) -> None:
     assert_equal_trees(weights, expected)
 
 
+def test_objects_that_stay_whole_train_on_replicas(pool: WorkerPool) -> None:
+    expected = train(None, GraphObjects)[-1]
+    weights: dict[str, Tensor] = {}
+    for *_, part in pool.run(train, Layout("1f1b", 2, 2, 1), GraphObjects, world_size=4, timeout=60):
+        weights.update(part)
+    assert_equal_trees(weights, expected)
+
+
 def test_objects_that_cannot_be_cut_are_refused(pool: WorkerPool) -> None:
     for message in pool.refusals("BatchError", train, Layout("1f1b", 2, 1, 4), GraphObjects, world_size=2, timeout=60):
         assert "split_batch=" in message and "num_microbatches=1" in message
@@ -217,6 +225,7 @@ def test_rows_that_refer_to_each_other_end_the_first_batch(pool: WorkerPool, kin
     text = "\n".join(note for _, notes, _ in found for note in notes)
     assert "There its tensors differ in length: batch['x'] has" in text
     assert "If rows refer to each other, give PipelineParallelStrategy(split_batch=...)." in text
+    assert "samples, to check that its loss adds up" not in text  # the rows are nodes
 
 
 def halves(batch: Any, number: int) -> Any:

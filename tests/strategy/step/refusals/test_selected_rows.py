@@ -116,6 +116,13 @@ class ReducesTheFirst(SelectsRareRows):
         return h[:3].square().mean()
 
 
+class ReducesMost(SelectsRareRows):
+    """More than the part of the batch has that is checked."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        return h[:6].square().mean()
+
+
 class ReducesTheFirstBeforeAUnit(SelectsRareRows):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = batch[0] if isinstance(batch, (list, tuple)) else batch
@@ -184,9 +191,10 @@ def test_a_choice_of_units_by_any_of_the_batch_is_told_as_that(pool: WorkerPool)
     assert "any() over samples inside a unit: these cover the whole batch while the step runs" in told
 
 
-@pytest.mark.parametrize("kind", [ReducesTheFirst, ReducesTheFirstBeforeAUnit])
-def test_a_mean_of_the_first_samples_is_refused(pool: WorkerPool, kind: type[Step]) -> None:
-    assert "reduces the first 3 samples. On one device these are 3 of the batch's" in refusal(pool, kind)
+@pytest.mark.parametrize(("kind", "number"), [(ReducesTheFirst, 3), (ReducesTheFirstBeforeAUnit, 3), (ReducesMost, 6)])
+def test_a_mean_of_the_first_samples_is_refused(pool: WorkerPool, kind: type[Step], number: int) -> None:
+    text = f"reduces the first {number} samples. On one device these are {number} of the batch's"
+    assert text in refusal(pool, kind)
 
 
 @pytest.mark.parametrize(
