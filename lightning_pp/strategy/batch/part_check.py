@@ -126,18 +126,18 @@ class PartCheck:
         if not any(of_replicas):
             return
         everywhere = [difference for found in of_replicas for difference in found]
-        are_attributes = all(difference.is_attribute for difference in everywhere)
-        are_harmless = are_attributes and not self._attributes_matter(observe, whole, parts)
+        are_harmless = all(each.is_attribute for each in everywhere) and not self._attributes_matter(observe, whole, parts)
         ends_run = any(difference.ends_run for difference in everywhere)
         found = Found() if are_harmless else self._culprit(observe, ends_run, everywhere[0].is_loss)
         shown = differences or next(found for found in of_replicas if found)
         sizes = [part.num_samples for part in self.sizes.parts]
         code = getattr(inspect.unwrap(getattr(type(self.module), self.step)), "__code__", None)
         where = self.step if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+        new = [difference for difference in shown if difference.what not in self.reported]
+        self.reported.update(difference.what for difference in new)
         if are_harmless:
-            if new := [difference for difference in shown if difference.what not in self.reported]:
+            if new:
                 rank_zero_warn(text_about_attributes(new, where))
-            self.reported.update(difference.what for difference in new)
             return
         if found.auxiliary and self.allows_auxiliary:
             newly_found = set(found.auxiliary) - self.reported
@@ -148,11 +148,12 @@ class PartCheck:
                 )
             self.reported |= newly_found
             return
-        text = text_about(self.step, shown[0], found, sizes, where)
+        text = text_about(self.step, (new or shown)[0], found, sizes, where)
         if ends_run:
             raise SplitError(text)
-        others = ", ".join(difference.what for difference in shown[1:])
-        rank_zero_warn(text + (f" The same goes for: {others}." if others else ""))
+        if new:
+            others = ", ".join(difference.what for difference in new[1:])
+            rank_zero_warn(text + (f" The same goes for: {others}." if others else ""))
 
     def _warn_of_permuted(self, draws: Draws) -> None:
         for line, number in draws.permuted.items():

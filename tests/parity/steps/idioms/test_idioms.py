@@ -164,9 +164,9 @@ def test_an_attribute_that_does_not_add_up_is_told_by_name(pool: WorkerPool) -> 
 def test_a_logged_value_that_does_not_add_up_is_told_and_training_goes_on(pool: WorkerPool) -> None:
     layout = Layout("1f1b", 2, 1, 4)
     found = pool.run(warned, layout, "root_in_a_log", world_size=2, timeout=120)
-    outcome, said = found[0]
-    assert said and all("The value that training_step logs as 'rmse'" in text for text in said)
-    assert f"idiom_refusals.py:{line_with('loss.detach().sqrt()')} in root_in_a_log by `sqrt`" in said[0]
+    outcome, (text,) = found[0]  # once, though two batches are checked
+    assert "The value that training_step logs as 'rmse'" in text
+    assert f"idiom_refusals.py:{line_with('loss.detach().sqrt()')} in root_in_a_log by `sqrt`" in text
     expected = run_idiom(None, "root_in_a_log")
     losses = [batch["outputs"] for batch in outcome["batches"]]
     assert_equal_trees(losses, [batch["outputs"] for batch in expected["batches"]])
