@@ -43,6 +43,7 @@ from lightning_pp.split.unit_calls.compute_dtype import weights_of_float32_norm
 from lightning_pp.split.unit_calls.looks import values_looked_at
 from lightning_pp.split.unit_calls.selective_policy import Policy, saves_output
 
+_OVERWRITES = ("copy_", "fill_", "zero_", "masked_fill_", "index_put_", "index_copy_", "scatter_", "normal_")
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _REPEAT = torch.ops.aten.repeat.default
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
@@ -89,7 +90,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         gradient_hooks: For each hook that inter-unit code put on a weight-dependent tensor, the line, and the unit
             calls before the tensor was made; the call itself for a unit's output.
         edits_batch: Whether the step wrote into memory that it did not make.
-        line_of_edit: Where inter-unit code did so last.
+        edits: Where inter-unit code did so, by storage, and whether it made the new content of the old.
         weights_of_float32_norms: Parameters, in the dtype of computation, of norms of float32.
         watch: Numbers the memories that the step makes.
         drawn_values: Follows random numbers that inter-unit code draws.
@@ -118,7 +119,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         self.inter_unit_draws: set[int] = set()
         self.branches_at_random = False
         self.gradient_hooks: list[tuple[str, int]] = []
-        self.edits_batch, self.line_of_edit = False, ""
+        self.edits_batch, self.edits = False, dict[int, tuple[str, bool]]()
         self.weights_of_float32_norms: set[str] = set()
         # by storage, which is held: InstanceNorm repeats its weights for each sample
         self._repeated: dict[int, tuple[frozenset[Source], Any]] = {}
@@ -487,7 +488,8 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
             place = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             self._contents_before.append((place, place.clone()))
             self.edits_batch = True
-            self.line_of_edit = user_line() if self.call is None else self.line_of_edit
+            if self.call is None:
+                self.edits[storage] = user_line(), func.overloadpacket.__name__ not in _OVERWRITES
             self._inter_unit_memory.add(storage)
             self._own_memory.add(storage)
 

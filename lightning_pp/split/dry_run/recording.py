@@ -232,9 +232,9 @@ class DryRun:
             return own_copy(batch) if self._is_second else own_containers(batch)
 
     @property
-    def line_of_edit(self) -> str:
-        """Where the code between units did so last; empty if it did not."""
-        return self._flow.line_of_edit
+    def edits(self) -> Mapping[int, tuple[str, bool]]:
+        """Where the code between units did so, by storage, and whether it made the new content of the old."""
+        return self._flow.edits
 
     def depends_on_batch(self, tensor: Tensor) -> bool:
         """Whether the value of ``tensor`` was made of the batch, or of weights."""

@@ -60,13 +60,11 @@ GREATEST = ("max", "amax", "any")
 REVERSED = ("__rdiv__", "__rtruediv__")
 """Quotients whose first argument is what is divided by."""
 
-MAKES_THE_SAME = frozenset(
-    {
-        *_NAMES[Kind.LINEAR],
-        *("pad", "where", "masked_fill", "long", "int", "bool", "clamp", "logical_and", "logical_or", "logical_not"),
-        *("__and__", "__or__", "__invert__", "bitwise_and", "bitwise_or", "bitwise_not"),
-        *(variant for name in ("eq", "ne", "lt", "le", "gt", "ge") for variant in (name, f"__{name}__")),
-    }
+MAKES_THE_SAME: frozenset[str] = frozenset().union(
+    _NAMES[Kind.LINEAR],
+    ("pad", "where", "masked_fill", "long", "int", "bool", "clamp", "logical_and", "logical_or", "logical_not"),
+    ("__and__", "__or__", "__invert__", "bitwise_and", "bitwise_or", "bitwise_not"),
+    (variant for name in ("eq", "ne", "lt", "le", "gt", "ge") for variant in (name, f"__{name}__")),
 )
 """Functions that give the same for the same arguments, and write into none of them."""
 WRITES_INTO_FIRST = frozenset({"__setitem__", "masked_fill_"})

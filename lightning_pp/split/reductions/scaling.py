@@ -206,8 +206,9 @@ class ScaledStep(OutsideUnits):
             return func(*args, **kwargs)
         if not any(degrees):
             result = func(*args, **kwargs)
-            if kind is Kind.LINEAR and args and hasattr(args[0], _EXTREME) and isinstance(result, Tensor):
-                setattr(result, _EXTREME, getattr(args[0], _EXTREME))
+            for mark in (_EXTREME, _KEEPS) if func.__name__ == "__getitem__" else (_EXTREME,):
+                if kind is Kind.LINEAR and args and hasattr(args[0], mark) and isinstance(result, Tensor):
+                    setattr(result, mark, getattr(args[0], mark))
             return result
         name = func.__name__
         if name in _CONVERSIONS and isinstance(args[0], Tensor):
@@ -306,6 +307,8 @@ class ScaledStep(OutsideUnits):
     def _addition(self, place: Place, fact: Fact, func: Any, args: Any, kwargs: Any) -> Any:
         args, degrees = self._with_degrees(place, fact, args)
         counting = [degree for degree, it in zip(degrees, args, strict=True) if not (is_number(it) and it == 0)]
+        if fact.adds_samples and getattr(args[0], _KEEPS, None) is False:  # an attribute had something before the batch
+            return keeping_counts(func(args[0], args[1] * self._share ** -(1 + degrees[1]), **kwargs))
         if fact.adds_samples:
             return set_degree(func(*args, **kwargs), min(counting, default=0) + 1)
         if not any(counting):

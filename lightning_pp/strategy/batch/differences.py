@@ -214,8 +214,7 @@ def _first_other(whole: Any, parts: Any, tolerance: float) -> tuple[float, float
     if len(mine) != len(others):
         return None
     for leaf, other in zip(mine, others, strict=True):
-        pair = _numbers(leaf, other)
-        if pair is None:
+        if (pair := _numbers(leaf, other)) is None:
             continue
         a, b = pair
         bound = max(tolerance, _TOLERANCES.get(leaf.dtype, 0.0)) if isinstance(leaf, Tensor) else tolerance

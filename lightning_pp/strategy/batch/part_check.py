@@ -126,7 +126,7 @@ class PartCheck:
         if not any(of_replicas):
             return
         everywhere = [difference for found in of_replicas for difference in found]
-        are_harmless = all(each.is_attribute for each in everywhere) and not self._attributes_matter(observe, whole, parts)
+        are_harmless = all(it.is_attribute for it in everywhere) and not self._attributes_matter(observe, whole, parts)
         ends_run = any(difference.ends_run for difference in everywhere)
         found = Found() if are_harmless else self._culprit(observe, ends_run, everywhere[0].is_loss)
         shown = differences or next(found for found in of_replicas if found)

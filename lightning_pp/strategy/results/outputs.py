@@ -62,7 +62,8 @@ def merge_outputs(
             f"expected one entry per microbatch, got {len(outputs)} outputs, {len(num_samples)} numbers of samples and "
             f"{len(shares)} weights"
         )
-    return _merged(list(map(_detached, outputs)), num_samples, shares, Learned() if learned is None else learned, place)
+    detached = [map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, each) for each in outputs]
+    return _merged(detached, num_samples, shares, Learned() if learned is None else learned, place)
 
 
 def packed_outputs(outputs: Any, copies: HostCopies) -> Any:
@@ -92,10 +93,6 @@ class _Packed:
     def unpacked(self, device: torch.device) -> Tensor:
         # a blocking copy would wait for all that the device has to do
         return self.tensor.to(device, non_blocking=True) if self.on_accelerator else self.tensor
-
-
-def _detached(outputs: Any) -> Any:
-    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
 
 
 def _refuse_fakes(outputs: Any) -> None:

@@ -15,11 +15,12 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pp.errors import BatchError, ConfigurationError
+from lightning_pp.errors import BatchError, ConfigurationError, SplitError
 from lightning_pp.split._torch_private import version_of
 from lightning_pp.split.data.tree import entries_of, own_containers, places_written, tensors_of
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.record.source_lines import innermost_user_line, user_line
+from lightning_pp.split.record.sources import storage_of
 from lightning_pp.split.reductions.recording import is_number
 from lightning_pp.strategy._lightning_private import trainer_of
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
@@ -185,8 +186,9 @@ def recorded_step(
             if isinstance(dry, DryRun):
                 edits_contents = _versions(given) != versions
                 _warn_of_hooks(module, step, places_written(given, own), edits_contents=edits_contents)
-                if dry.line_of_edit and not edits_contents:
-                    _warn_written_elsewhere(step, dry.line_of_edit)
+                of_batch = {storage_of(each) for _, each in entries_of(own, "batch") if isinstance(each, Tensor)}
+                for edit in (edit for storage, edit in dry.edits.items() if storage not in of_batch):
+                    _check_written_elsewhere(step, *edit)
         if trains:
             check_loss(loss_of(output), module)  # here every rank sees it, in the step only the last stage
         return output
@@ -203,26 +205,28 @@ def _warn_logger_called(step: str) -> None:
 
 
 def _warn_metrics_read(step: str, logged: Sequence[str]) -> None:
-    if not logged:
-        return
-    rank_zero_warn(
-        f"{step} reads the trainer's metrics after it has logged, at {user_line()}. In a pipeline a step logs for one "
-        "microbatch, and the trainer gets the batch's values only after the step. Here the trainer still has the "
-        "values of the previous batch. Use the value itself, or read metrics in a hook such as on_train_batch_end."
-    )
+    if logged:
+        rank_zero_warn(
+            f"{step} reads the trainer's metrics after it has logged, at {user_line()}. In a pipeline a step logs for "
+            "one microbatch, and the trainer gets the batch's values only after the step. Here the trainer still has "
+            "those of the previous batch. Use the value itself, or read metrics in a hook such as on_train_batch_end."
+        )
 
 
 def _versions(batch: Any) -> list[int]:
     return [version_of(tensor) for tensor in tensors_of(batch) if not tensor.is_inference()]
 
 
-def _warn_written_elsewhere(step: str, line: str) -> None:
-    rank_zero_warn(
+def _check_written_elsewhere(step: str, line: str, changes_content: bool) -> None:
+    text = (
         f"{step} writes in place, at {line}, into a tensor that is neither in its batch nor an attribute of the "
-        "module. A pipeline runs this line once for each microbatch, and only on the last stage if it comes after all "
-        "units. So the tensor differs from that of one device, unless the step overwrites it. Set a new tensor in its "
-        "place, or make it an attribute of the module."
+        "module. A pipeline runs this line once for each microbatch, and not on all stages, so the tensor differs from "
+        f"that of one device. {'' if changes_content else 'It does not if the step overwrites it. '}Make it a buffer "
+        "or an attribute of the module, by itself and not in a container."
     )
+    if changes_content:
+        raise SplitError(text)
+    rank_zero_warn(text)
 
 
 def _refuse_shared_writes(step: str, before: Mapping[str, Any], batch: Any) -> None:

@@ -11,6 +11,7 @@ from feature_parts import Data, check_on_every_rank, make, make_trainer
 from parity_run import Layout
 from pool import WorkerPool
 from small_models import Classifier
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 LAYOUTS = [Layout("1f1b", 2, 1, 2), Layout("zb_h1", 3, 1, 4)]
@@ -142,6 +143,55 @@ def test_buffers_hold_what_they_would_on_one_device(pool: WorkerPool, layout: La
     seen = check_on_every_rank(pool, seen_by, layout, Buffers)
     matrix, num_seen, _, _, num_steps, *labels = seen[-1]
     assert sum(matrix) == num_seen == 88 and sum(labels) == 44 and len(seen) == num_steps
+
+
+class CountsInALoop(Classifier):
+    """Counts sample by sample, in single elements of tensors: a confusion matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("matrix", torch.zeros(3, 3))
+        self.register_buffer("whole", torch.zeros(3, 3, dtype=torch.int64))
+        self.right, self.total = torch.zeros(3).double(), torch.zeros(()).double()
+        self.seen: list[Any] = []
+
+    def count(self, found: Tensor, y: Tensor) -> None:
+        for mine, its in zip(found, y, strict=True):
+            self.matrix[its, mine] += 1
+            self.whole[int(its)][int(mine)] += 1
+            self.right[its] += (mine == its).double()
+            self.total += mine
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        predictions = self(batch[0])
+        self.count(predictions.argmax(1), batch[1])
+        return cross_entropy(predictions, batch[1])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append([each.tolist() for each in (self.matrix, self.whole, self.right, self.total)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_elements_that_are_counted_in_a_loop_are_those_of_one_device(pool: WorkerPool, layout: Layout) -> None:
+    matrix, whole, *_ = check_on_every_rank(pool, seen_by, layout, CountsInALoop)[-1]
+    assert matrix == whole and sum(map(sum, whole)) == 44
+
+
+class AddsToAnEntry(CountsInALoop):
+    """Adds in place to a tensor in a dict, which no run of a step puts back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = {"matrix": torch.zeros(3, 3)}
+
+    def count(self, found: Tensor, y: Tensor) -> None:
+        self.sums["matrix"] += torch.bincount(3 * y + found, minlength=9).view(3, 3)
+
+
+def test_adding_in_place_to_a_tensor_in_a_dict_is_refused(pool: WorkerPool) -> None:
+    told = pool.refusals("SplitError", seen_by, LAYOUTS[0], AddsToAnEntry, world_size=LAYOUTS[0].world_size, timeout=60)
+    for message in told:
+        assert "test_numbers_in_entries.py" in message and "Make it a buffer or an attribute of the module" in message
 
 
 class Cached(Classifier):
