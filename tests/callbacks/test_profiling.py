@@ -140,7 +140,8 @@ def test_snapshots_are_written_every_so_often_and_when_memory_runs_out(tmp_path:
 def test_the_flight_recorder_is_set_for_nccl_and_keeps_what_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"):
+    earlier = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", *earlier):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
@@ -155,3 +156,9 @@ def test_the_flight_recorder_is_set_for_nccl_and_keeps_what_is_set(
     with pytest.raises(ConfigurationError, match="cannot be made"):
         record_nccl(tmp_path / "file" / "folder", "nccl")
     record_nccl(None, "gloo")
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"):
+        monkeypatch.delenv(name)
+    for name in earlier:  # torch would take its name of now before what the user has set by an earlier one
+        monkeypatch.setenv(name, "12")
+    record_nccl(tmp_path / "recorder", "nccl")
+    assert "TORCH_FR_BUFFER_SIZE" not in os.environ and "TORCH_FR_DUMP_TEMP_FILE" not in os.environ

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from lightning_pp.errors import ConfigurationError
 
-_NUM_ENTRIES = 2000
-
 
 def record_nccl(dirpath: str | Path | None, backend: str) -> None:
     """Has torch record what goes over NCCL; before process groups are made, which read the environment.
@@ -34,9 +32,10 @@ def record_nccl(dirpath: str | Path | None, backend: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"flight_recorder_dirpath={str(dirpath)!r} cannot be made: {error}") from error
-    for name, value in {
-        "TORCH_FR_BUFFER_SIZE": str(_NUM_ENTRIES),
-        "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/rank_",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    }.items():
-        os.environ.setdefault(name, value)
+    for value, *names in (  # of now, and of earlier versions of torch, which it reads too
+        ("2000", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+        (f"{folder}/rank_", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
+        ("1", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
+    ):
+        if os.environ.keys().isdisjoint(names):
+            os.environ[names[0]] = value
