@@ -88,7 +88,7 @@ class LeftTensors:
         for reads in (*(call.reads for call in record.calls), record.tail):
             lines = {**reads.parameters, **lines}
         return tuple(
-            CarriedState(each.module, each.attribute, lines[each.source.name], each.is_buffer)
+            CarriedState(each.module, each.attribute, lines[each.source.name])
             for each in self._left.values()
             if each.source.name in lines
         )

@@ -345,13 +345,11 @@ class CarriedState(NamedTuple):
         module: Name of the module.
         attribute: Name of its attribute or buffer.
         line: The user's line that uses it.
-        is_buffer: Whether it is a buffer.
     """
 
     module: str
     attribute: str
     line: str
-    is_buffer: bool
 
 
 @dataclass(frozen=True)

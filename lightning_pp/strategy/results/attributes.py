@@ -129,7 +129,8 @@ class StepAttributes:
         for (path, key), change in sorted(changes.items(), key=lambda item: item[0][1] is None):
             holder = self._holders[path]
             if key is not None:
-                _put(holder.container, key, change)
+                held = holder.buffers if isinstance(holder, _Attributes) and key in holder.buffers else holder.container
+                _put(held, key, change)
             elif isinstance(change, Rows):
                 holder.container.extend(change.value)
             elif isinstance(holder, Reached):
@@ -142,8 +143,8 @@ class _Attributes:
     def __init__(self, name: str, module: nn.Module, keys: Sequence[str]) -> None:
         self._name = name
         self._keys = keys
-        self._buffers = buffers_of(module)
-        self.container: Any = ChainMap(vars(module), self._buffers)
+        self.buffers = buffers_of(module)
+        self.container: Any = ChainMap(vars(module), self.buffers)
         self._of_class = class_containers(type(module))
         self._before = {key: self.container[key] for key in keys if key in self.container}
         self._copies: dict[str, Any] = {}
@@ -164,7 +165,7 @@ class _Attributes:
             self._set(key, copy)
 
     def _set(self, key: str, value: Any) -> None:
-        _put(self._buffers if key in self._buffers else self.container, key, value)
+        _put(self.buffers if key in self.buffers else self.container, key, value)
 
     def changes(self, of_whole_batch: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
         """By name what became of them."""

@@ -102,14 +102,7 @@ def _refuse_own_backward(module: pl.LightningModule) -> None:
 def refuse_carried_state(module: pl.LightningModule, step: str, record: StepRecord, num_microbatches: int) -> None:
     """Raises :class:`ConfigurationError` for state that goes from batch to batch and cannot be cut with the batch."""
     for carried in record.carried:
-        owner = type(module.get_submodule(carried.module)).__name__
         name = ".".join(part for part in ("self", carried.module, carried.attribute) if part)
-        if carried.is_buffer:
-            raise ConfigurationError(
-                f"{step} of {type(module).__name__} replaces the buffer {carried.attribute!r} of {owner}, and the next "
-                f"step uses it, at {carried.line}. Only one stage would know the new tensor. Keep it in a plain "
-                f"attribute ({name} = ... without register_buffer), and set num_microbatches=1."
-            )
         if num_microbatches > 1:
             raise ConfigurationError(
                 f"{step} of {type(module).__name__} leaves a tensor in {name}, and the next step uses it, at "
