@@ -172,15 +172,21 @@ def test_other_states_that_cannot_be_pickled(pool: WorkerPool, tmp_path: Path, s
 class Holding(Stack):
     """Its hyper-parameters have the module that it trains, as ``save_hyperparameters()`` keeps an argument."""
 
-    def __init__(self, blocks: nn.Module, rate: float = 0.1) -> None:
+    def __init__(self, blocks: nn.Module, rate: float = 0.1, others: Any = None) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.blocks = blocks
+        self.norm = (others or {"norms": [nn.Identity()]})["norms"][0]
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(self.norm(x)).squeeze(-1)  # on the last stage
 
 
 def fit_holding(folder: Path, sharded: bool) -> list[str]:
     trainer = make_trainer((2, 1), folder, {"save_distributed_checkpoint": sharded}, max_epochs=1)
-    module = Holding(Stack().blocks).double()
+    module = Holding(Stack().blocks, others={"norms": [nn.LayerNorm(8)]}).double()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         trainer.fit(module, loader())
@@ -194,10 +200,10 @@ def test_modules_among_hyper_parameters(pool: WorkerPool, tmp_path: Path, sharde
     content = read_alone(tmp_path / "holding.ckpt", weights_only=False)
     kept = content["hyper_parameters"]
     assert kept["rate"] == 0.1
-    again = Holding(kept["blocks"]).double()
+    again = Holding(**kept).double()
     again.load_state_dict(content["state_dict"])
     assert {name: each.shape for name, each in again.named_parameters()} == {
-        name: each.shape for name, each in Holding(Stack().blocks).named_parameters()
+        name: each.shape for name, each in Holding(Stack().blocks, 0.1, {"norms": [nn.LayerNorm(8)]}).named_parameters()
     }
     if not sharded:
         loaded = Holding.load_from_checkpoint(tmp_path / "holding.ckpt", weights_only=False)

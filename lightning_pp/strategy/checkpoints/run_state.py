@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_pp.checkpoint.content import CURRENT_MODEL, MODEL, OPTIMIZERS
 from lightning_pp.errors import CheckpointError
+from lightning_pp.split.data.tree import leaves_of
 from lightning_pp.strategy.checkpoints.callback_states import fingerprints_of, give_back, states_of_ranks
 from lightning_pp.strategy.checkpoints.data_position import DataPosition
 
@@ -38,9 +39,9 @@ def own_run_state(checkpoint: dict[str, Any], engine: PipelineEngine, data: Data
     """
     lost, loaders, is_root = Unpicklable(), b"", dist.get_rank() == 0
     held = checkpoint.get(key := engine.module.CHECKPOINT_HYPER_PARAMS_KEY)
-    if is_root and isinstance(held, dict) and any(isinstance(value, nn.Module) for value in held.values()):
+    if is_root and isinstance(held, dict) and any(map(_holds_module, held.values())):
         made = engine.module.hparams_initial  # as __init__ got them; by now this rank has only its stages of modules
-        checkpoint[key] = {name: made.get(name) if isinstance(held[name], nn.Module) else held[name] for name in held}
+        checkpoint[key] = {name: made.get(name) if _holds_module(held[name]) else held[name] for name in held}
     lost.take_out(checkpoint, is_root=is_root)
     if engine.rank == 0:
         states, position = _loader_states(checkpoint), data.state()
@@ -74,6 +75,10 @@ def own_run_state(checkpoint: dict[str, Any], engine: PipelineEngine, data: Data
         own["data"] = positions if len(set(of_replica.values())) > 1 else positions[:1]
         own["num_replicas"] = len(states)
     return {RUN_STATE: own}
+
+
+def _holds_module(value: Any) -> bool:
+    return any(isinstance(leaf, nn.Module) for leaf in leaves_of(value))
 
 
 def restore_run_state(checkpoint: Mapping[str, Any], engine: PipelineEngine, data: DataPosition) -> None:
