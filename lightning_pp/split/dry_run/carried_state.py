@@ -24,18 +24,16 @@ class Left(NamedTuple):
         module: Name of the module.
         attribute: Name of its attribute or buffer.
         value: What it holds.
-        is_buffer: Whether it is a buffer.
     """
 
     module: str
     attribute: str
     value: Any
-    is_buffer: bool = False
 
     @property
     def source(self) -> Parameter:
         """The mark of the tensors in it; no parameter has such a name."""
-        return Parameter(f"<{'buffer' if self.is_buffer else 'attribute'} {self.module}.{self.attribute}>")
+        return Parameter(f"<attribute {self.module}.{self.attribute}>")
 
 
 def buffers_outside(module: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[Left]:
@@ -45,7 +43,7 @@ def buffers_outside(module: nn.Module, units: Mapping[str, nn.Module]) -> Iterat
         if name not in units and not name.startswith(inside):
             for key, buffer in buffers_of(child).items():
                 if buffer is not None:
-                    yield Left(name, key, buffer, is_buffer=True)
+                    yield Left(name, key, buffer)
 
 
 def rebound(before: list[Left], module: nn.Module) -> list[Left]:

@@ -205,7 +205,7 @@ def _attempt(
         with run.recording(module), recorder, run.operations:
             result = step(run)
         run.finish(result, with_gradients)
-        changed = [*changes(), *(each[:3] for each in rebound(buffers, module))]
+        changed = [*changes(), *rebound(buffers, module)]
         for name, attribute, value in changed:
             if not any(name == unit or name.startswith(unit + ".") for unit in units):  # those stay on their stage
                 run.need_at_end(value, f"the attribute {attribute!r} of {name or type(module).__name__}")

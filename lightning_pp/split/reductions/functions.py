@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -87,6 +87,13 @@ def kind_of(function: Callable[..., Any]) -> Kind | None:
     return kind
 
 
+def kind_of_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind | None:
+    """What this call of it does: a norm with the exponent 1 is a sum."""
+    is_norm = function.__name__ in ("norm", "linalg_vector_norm")
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
+    return Kind.SUM if is_norm and isinstance(order, (int, float)) and order == 1 else kind_of(function)
+
+
 @cache
 def signature_with_reduction(function: Callable[..., Any]) -> inspect.Signature | None:
     """The signature of a loss of ``torch.nn.functional``; None where it has no ``reduction``."""
@@ -130,10 +137,7 @@ class LossCall:
 
     def summed(self) -> Tensor:
         """The loss with ``reduction="sum"``."""
-        given = {**self._given, "reduction": "sum"}
-        for legacy in ("size_average", "reduce"):
-            if legacy in given:
-                given[legacy] = None
+        given = {**self._given, "reduction": "sum", **dict.fromkeys({"size_average", "reduce"} & self._given.keys())}
         loss: Tensor = self._function(**given)
         return loss
 

@@ -13,7 +13,7 @@ from lightning_pp.split._torch_private import is_functorch_wrapped
 from lightning_pp.split.data.tree import tensors_of
 from lightning_pp.split.record.reduction import Kind, Place, Reduction
 from lightning_pp.split.record.source_lines import line_text
-from lightning_pp.split.reductions.functions import LossCall, kind_of
+from lightning_pp.split.reductions.functions import LossCall, kind_of_call
 from lightning_pp.split.reductions.places import Places, is_called_by_user
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
 
@@ -80,7 +80,7 @@ class ReductionRecorder(OutsideUnits):
         kwargs = kwargs or {}
         if running_unit():
             return func(*args, **kwargs)
-        is_noted = kind_of(func) in _NOTED
+        is_noted = kind_of_call(func, args, kwargs) in _NOTED
         self.makes_integers |= func.__name__ in INTEGERS
         if (func.__name__ in _SIZES or func == _SHAPE) and hasattr(args[0], _SELECTED):
             # Lightning asks for the size of a logged number
@@ -113,7 +113,7 @@ class ReductionRecorder(OutsideUnits):
 
     def _note(self, func: Any, called: Any, args: Any, kwargs: Any, result: Any) -> Any:
         place, frame = called
-        kind = kind_of(func)
+        kind = kind_of_call(func, args, kwargs)
         assert kind is not None
         tensors = list(tensors_given(args, kwargs))
         depends = any(map(self._depends_on_weights, tensors))

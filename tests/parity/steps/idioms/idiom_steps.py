@@ -242,6 +242,12 @@ def sum_of_losses(module: Any, batch: Any) -> Tensor:
 
 
 @additive
+def norms_with_exponent_one(module: Any, batch: Any) -> Tensor:
+    losses = token_losses(module, batch)
+    return torch.linalg.vector_norm(losses, ord=1) + losses.norm(1, dim=1).mean() + losses.norm(p=1) / len(batch["x"])
+
+
+@additive
 def sum_and_mean_added(module: Any, batch: Any) -> Tensor:
     losses = token_losses(module, batch)
     return losses.mean() + 0.01 * losses.sum()
