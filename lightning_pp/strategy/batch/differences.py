@@ -323,8 +323,9 @@ def _reason(difference: Difference, culprit: Culprit | None, whole_batch: str) -
         )
     if not difference.is_loss:
         return (
-            "It is neither a sum nor a mean over samples, or Python computed it from one (log the tensor, not its "
-            f".item()). {whole_batch}"
+            "It is neither a sum nor a mean over samples, or Python computed it from one. Keep sums and counts tensors "
+            "up to self.log: no int(), no .item(), and mask.sum().clamp(min=1) for max(int(mask.sum()), 1). "
+            f"{whole_batch}"
         )
     return f"It is neither a sum nor a mean over samples. {whole_batch}"
 

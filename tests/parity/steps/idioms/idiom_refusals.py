@@ -57,6 +57,12 @@ def sum_as_a_number_in_a_log(module: Any, batch: Any) -> Tensor:
     return loss
 
 
+def quotient_by_a_number_in_a_log(module: Any, batch: Any) -> Tensor:
+    values, mask = module(batch["x"]), batch["target"] > 0
+    module.log("share", int(((values[..., 0] > 0) & mask).sum()) / max(int(mask.sum()), 1))
+    return F.mse_loss(values, batch["soft"])
+
+
 def largest_batch_on_the_module(module: Any, batch: Any) -> Tensor:
     module.largest = max(getattr(module, "largest", 0), len(batch["x"]))
     return F.mse_loss(module(batch["x"]), batch["soft"])
@@ -136,7 +142,8 @@ REFUSED = {
     step.__name__: step
     for step in (
         in_batch_contrastive, root_of_a_mean, batch_hard_triplets, dice_over_the_batch, variance_between_samples,
-        root_in_a_log, sum_as_a_number_in_a_log, largest_batch_on_the_module, coupled_before_the_first_unit,
+        root_in_a_log, sum_as_a_number_in_a_log, quotient_by_a_number_in_a_log, largest_batch_on_the_module,
+        coupled_before_the_first_unit,
     )
 }  # fmt: skip
 STEPS.update(REFUSED)

@@ -161,6 +161,13 @@ def test_an_attribute_that_does_not_add_up_is_told_by_name(pool: WorkerPool) -> 
     assert "2 after the samples in two parts, 4 after the same samples in one piece" in told[0]
 
 
+def test_a_logged_quotient_of_numbers_of_python_is_told_what_to_do(pool: WorkerPool) -> None:
+    layout = Layout("1f1b", 2, 1, 4)
+    (_, (text,)), _ = pool.run(warned, layout, "quotient_by_a_number_in_a_log", world_size=2, timeout=120)
+    assert "The value that training_step logs as 'share'" in text and "idiom_parts.py" in text
+    assert "no int(), no .item(), and mask.sum().clamp(min=1) for max(int(mask.sum()), 1)" in text
+
+
 def test_a_logged_value_that_does_not_add_up_is_told_and_training_goes_on(pool: WorkerPool) -> None:
     layout = Layout("1f1b", 2, 1, 4)
     found = pool.run(warned, layout, "root_in_a_log", world_size=2, timeout=120)
