@@ -14,8 +14,13 @@ from lightning_pp.schedule.sharding import UnitPlan
 from lightning_pp.sharding._torch_private import shard_together
 from lightning_pp.sharding.units.collective_times import CollectiveClock
 from lightning_pp.sharding.units.gather_on_use import GatherOnUse
-from lightning_pp.sharding.units.group import UnitGroup, gathered_bytes, parameter_slots
-from lightning_pp.sharding.units.grouping import groups_sharing_parameters, never_sharded
+from lightning_pp.sharding.units.group import (
+    UnitGroup,
+    gathered_bytes,
+    groups_sharing_parameters,
+    never_sharded,
+    parameter_slots,
+)
 from lightning_pp.sharding.units.reduction import GradientReduction, finish_all
 from lightning_pp.sharding.units.undo import UnitsBefore
 from lightning_pp.sharding.units.windows import UnitWindows
@@ -52,7 +57,7 @@ class ShardedUnits:
         units: The units by name: modules that this rank calls through ``module(...)``. Units that share a parameter
             are gathered and reduced together. Containers of other units are refused.
         mesh: One dimension (shard) or two named ones (replicate, shard: HSDP). All ranks must hold the same values,
-            see :func:`~lightning_pp.sharding.gradients.replicated.broadcast_parameters`.
+            see :func:`~lightning_pp.sharding.gradients.replicated.broadcast_values`.
         replicated: Parameters to leave whole, as those used outside their unit. Scalars and integers are left whole in
             any case; see :attr:`replicated`. They keep their dtype whatever ``mp_policy`` says.
         reshard_after_use: Free the gathered parameters after each forward and each backward of a unit (memory of one

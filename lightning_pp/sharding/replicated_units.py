@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from torch import nn
 
 from lightning_pp.sharding.gradients.replicated import ReplicatedGradients, finish_all
 from lightning_pp.sharding.units.collective_times import CollectiveClock
-from lightning_pp.sharding.units.grouping import groups_sharing_parameters
+from lightning_pp.sharding.units.group import groups_sharing_parameters
 
 
 class ReplicatedUnits:
@@ -64,18 +63,6 @@ class ReplicatedUnits:
         """The parameters whose ``.grad`` forwards and backwards of ``unit`` add to."""
         return list(self._together[unit][1].parameters)
 
-    def begin_step(self) -> None:
-        """Opens a batch."""
-
-    def unshard(self, unit: str) -> None:
-        """Nothing: parameters are whole at all times."""
-
-    def reshard(self, unit: str) -> None:
-        """Nothing, as :meth:`unshard`."""
-
-    def reshard_all(self) -> None:
-        """Nothing, as :meth:`unshard`."""
-
     def reduce(self, unit: str) -> None:
         """Starts the reduction of ``unit``, whose gradients are complete.
 
@@ -118,8 +105,3 @@ class ReplicatedUnits:
             gradients.abandon()
         self._started.clear()
         self._requests.clear()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Nothing to pause."""
-        yield

@@ -125,8 +125,8 @@ class _ShardUpdates:
         self._parameters = _Parameters([])
         self._state: _State | None = None
         optimizer.register_step_pre_hook(self._before)
-        call_first_after_update(optimizer, self._after)
-        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        call_first_after_update(optimizer, lambda optimizer, args, kwargs: self.put_back(optimizer))
+        optimizer.register_load_state_dict_pre_hook(lambda optimizer, state_dict: self.forget())
 
     def _before(
         self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]
@@ -140,12 +140,6 @@ class _ShardUpdates:
             return loss
 
         return with_closure(before_update, args, kwargs)
-
-    def _after(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.put_back(optimizer)
-
-    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self.forget()
 
     def forget(self) -> None:
         """Frees what is kept for the next update, which makes it again."""

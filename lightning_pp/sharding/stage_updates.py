@@ -56,16 +56,12 @@ def end_stage_update(optimizer: Optimizer) -> None:
 
 
 class StageUpdates:
-    """The hooks of an optimizer that hold part of a model's parameters: empty groups are not shown to ``step``.
-
-    Args:
-        optimizer: The optimizer.
-    """
+    """The hooks of an optimizer that hold part of a model's parameters: empty groups are not shown to ``step``."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._groups: list[dict[str, Any]] | None = None
         optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        optimizer.register_step_post_hook(lambda optimizer, args, kwargs: self.put_back(optimizer))
 
     def _before(
         self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]
@@ -86,9 +82,6 @@ class StageUpdates:
         held = [group for group in optimizer.param_groups if group["params"]]
         if 0 < len(held) < len(optimizer.param_groups):
             self._groups, optimizer.param_groups = optimizer.param_groups, held
-
-    def _after(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.put_back(optimizer)
 
     def put_back(self, optimizer: Optimizer) -> None:
         """Shows all groups again; twice does no harm."""

@@ -34,6 +34,7 @@ class ShardedStages:
     ) -> None:
         self._clock = clock
         self._units = units
+        self._sharded = units if isinstance(units, ShardedUnits) else None
         self._stages = {stage: tuple(names) for stage, names in stages.items()}
         self._gathered = {stage: tuple(dict.fromkeys(called[stage])) for stage in stages}
         self._rank = rank
@@ -51,21 +52,21 @@ class ShardedStages:
         self._program = program
         self._to_reduce = {stage: list(reversed(names)) for stage, names in self._stages.items()}
         self._windows = None
-        if isinstance(self._units, ShardedUnits):
+        if self._sharded is not None:
             budget = program.sharding.budget_of(tuple(self._stages))
-            self._windows = self._units.follow(program.unit_plans[self._rank], budget, is_ragged=is_ragged)
+            self._windows = self._sharded.follow(program.unit_plans[self._rank], budget, is_ragged=is_ragged)
 
     def unshard(self, stage: int) -> None:
         """UNSHARD: starts to gather the stage's units; their calls wait for it."""
-        if self._windows is None:
+        if self._sharded is not None and self._windows is None:
             for unit in self._gathered[stage]:
-                self._units.unshard(unit)
+                self._sharded.unshard(unit)
 
     def reshard(self, stage: int) -> None:
         """RESHARD: frees the stage's units."""
-        if self._windows is None:
+        if self._sharded is not None and self._windows is None:
             for unit in self._gathered[stage]:
-                self._units.reshard(unit)
+                self._sharded.reshard(unit)
 
     def reduce(self, stage: int) -> None:
         """REDUCE: starts the reduction of the stage's units that have not been reduced yet, last unit first."""

@@ -99,10 +99,6 @@ class Connection:
         """What carries tensors between stages, where they do not go through a group."""
         return [] if self._transport is None else self._transport.channels
 
-    def drain(self) -> None:
-        """Returns when the others have had all messages."""
-        self.messages.drain()
-
     def abandon(self) -> None:
         """After an exception: ends what the other ranks wait for."""
         if self._is_open:

@@ -33,7 +33,7 @@ from lightning_pp.strategy.lightning.gradient_norms import GradientNorms
 from lightning_pp.strategy.parameters.finite_gradients import FiniteGradients
 from lightning_pp.strategy.parameters.gradients import StageGradients
 from lightning_pp.strategy.parameters.post_validation import PostValidation
-from lightning_pp.strategy.parameters.precision import scaled, step_dtypes
+from lightning_pp.strategy.parameters.precision import scaled
 from lightning_pp.strategy.results.batch_undo import batch_undo
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, loss_of, none_refused
@@ -76,12 +76,9 @@ class PipelineEngine:
         trainer: The trainer.
         surroundings: Where the pipeline runs, and what is asked of it.
         model: The model, whole; what other ranks own is dropped, and nothing may hold whole parameters from here on.
-        programs: The schedules.
     """
 
-    def __init__(
-        self, trainer: pl.Trainer, surroundings: Surroundings, model: LaidOutModel, programs: TunedPrograms
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, surroundings: Surroundings, model: LaidOutModel) -> None:
         self.module = surroundings.module
         self.mesh = surroundings.mesh
         self.sizes = surroundings.sizes
@@ -94,8 +91,8 @@ class PipelineEngine:
         self._model = model
         self._precision = surroundings.precision
         self._options = surroundings.options
-        self._connection = model.connection
-        self._programs = programs
+        self.connection = model.connection
+        self._programs = TunedPrograms(surroundings, model.layout, self.split, self.groups, trainer.strategy.broadcast)
         self._seed = model.seed
         self._num_batches_run = {True: 0, False: 0}  # training, evaluation
         self.num_batches_trained = self._num_batches_before = 0  # in this process; of all kinds, when this run began
@@ -110,18 +107,9 @@ class PipelineEngine:
         self.metrics = PipelineMetrics(self.module, self.groups)
         fake_parameters = self.split.fake_parameters
         fake_parameters.release(self.split.owned_by(self.rank))
-        self.gradients = StageGradients(
-            self.split,
-            self.mesh,
-            surroundings.data_parallel,
-            self.rank,
-            self.device,
-            self._options.sharding,
-            self.groups,
-            step_dtypes(self._precision),
-        )
+        self.gradients = StageGradients(surroundings, self.split, self.groups)
         self._programs.sharding = self.gradients.sharding
-        self.prediction_of, self.gradient_squares = programs.prediction_of, self.gradients.squares
+        self.prediction_of, self.gradient_squares = self._programs.prediction_of, self.gradients.squares
         self._frozen = FrozenParameters(self.module, fake_parameters)
         self._comparison = BatchComparison(self.module, self.groups, self.sizes, self._frozen, self.mesh.get_rank())
         self._outside_steps = OutsideSteps(self.module, fake_parameters.mode)
@@ -137,15 +125,15 @@ class PipelineEngine:
         self.post_validation = PostValidation(self.module, self.gradients, self.finite, is_asked, is_settled)
         self._compiled_units = compiled_units(self.split, self.rank, surroundings.compile_options)
         self._executor = self._new_executor()
-        self._connection.align_generators()
+        self.connection.align_generators()
 
     @property
     def groups(self) -> ControlGroups:
         """Joins the ranks of the pipeline and the replicas of this rank."""
-        return self._connection.groups
+        return self.connection.groups
 
     def _new_executor(self) -> PipelineExecutor:
-        transport, split = self._connection.new_transport(), self.split
+        transport, split = self.connection.new_transport(), self.split
         waits = split.tensor is not None and self._compiled_units is None
         return PipelineExecutor(self.rank, split.units, transport, self.device, split.recomputation, waits)
 
@@ -185,17 +173,12 @@ class PipelineEngine:
             self._compiled_units.detach()
         if not self.has_failed:
             self._executor.drain()
-            self._connection.drain()
+            self.connection.messages.drain()
 
     @property
     def running_action(self) -> str:
         """The action (``1F3``) that this rank runs; empty outside of a batch. To be read from any thread."""
         return self._executor.running_action
-
-    @property
-    def channels(self) -> list[Any]:
-        """What carries tensors between stages, where they do not go through a group."""
-        return self._connection.channels
 
     def abandon(self) -> None:
         """After an exception: ends what the other ranks of the pipeline wait for.
@@ -204,19 +187,19 @@ class PipelineEngine:
         rank with an error never joins.
         """
         self.has_failed = True
-        self._connection.abandon()
+        self.connection.abandon()
 
     def _recover(self) -> None:
         """Brings the ranks together again, if one of them has failed since the last run."""
         run = self._num_batches_run
-        failed, counters = self._connection.recover([run[True], run[False], self.num_batches_trained])
+        failed, counters = self.connection.recover([run[True], run[False], self.num_batches_trained])
         run[True], run[False], self.num_batches_trained = counters
         if failed:
             self.has_failed = True  # drops this rank's part of the step
             self._programs.start_over()
             if self.device.type == "cpu":
                 self._executor = self._new_executor()
-            self._connection.align_generators()
+            self.connection.align_generators()
 
     @property
     def num_batches_run(self) -> int:
@@ -242,7 +225,7 @@ class PipelineEngine:
         return {
             **model_facts(self.split, self.sizes, self._options, self.device),
             "num_microbatches": self._model.num_microbatches,
-            "schedule": self._programs.schedule_of(self._model.num_microbatches).name,
+            "schedule": self._programs.cache.training(self._model.num_microbatches).name,
             "costs_from": self._programs.costs_from,
         }
 
@@ -346,7 +329,7 @@ class PipelineEngine:
         ``on_outputs`` gets that on the last stage after its last forward. With ``reduce`` gradients are reduced.
         """
         most = self.gradients.most_microbatches(len(indices), reduce=reduce)
-        schedule = self._programs.next_training_schedule(most) if trains else self._programs.evaluation(most)
+        schedule = self._programs.next_training_schedule(most) if trains else self._programs.cache.evaluation(most)
         self.gradients.clock.begin(is_on=trains and self.is_timed)
         schedule = self.gradients.begin(schedule, len(indices), reduce=reduce)
 
@@ -395,7 +378,7 @@ class PipelineEngine:
             stage = self.split.partition.num_stages - 1
             where = f"{self.finite.where()}, on rank {self.mesh.get_rank()} (stage {stage}, the last)"
         return BatchReport(
-            self._connection.messages,
+            self.connection.messages,
             run.scopes.logs,
             run.merged,
             batch=ReportedBatch(

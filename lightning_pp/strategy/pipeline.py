@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -35,7 +36,7 @@ from lightning_pp.strategy.parameters.optimizers import (
     set_up_one_optimizer,
     training_ones,
 )
-from lightning_pp.strategy.parameters.tensor_units import refuse_distributed
+from lightning_pp.strategy.parameters.tensor_units import refuse_distributed, refuse_other_updates
 from lightning_pp.strategy.step.data import first_batch
 from lightning_pp.strategy.step.outside_steps import refuse_missing_name
 from lightning_pp.strategy.surroundings import Surroundings
@@ -127,8 +128,9 @@ class HeldPipeline:
         self.built.check_memory(optimizers)
         if not strategy.options.sharding.cpu_offload:  # states are made where their parameters are
             optimizers_to_device(strategy.optimizers, strategy.root_device)
-        strategy.all_or_none(lambda: self.built.gradients.refuse_updates(optimizers))
+        cut = self.built.gradients.cut
         for optimizer in optimizers:
+            strategy.all_or_none(partial(refuse_other_updates, optimizer, cut))
             update_shards(optimizer)
         strategy.all_or_none(lambda: update_as_stage(optimizers, has_stages=strategy.sizes.pipeline > 1))
         PipelineOptimization.install(trainer)
@@ -187,7 +189,7 @@ class HeldPipeline:
             with first.as_hooks_left_it():
                 beforehand = self._optimizers_beforehand(trainer)
                 model = setup.lay_out(first.batch, step, beforehand, has_several_loaders=first.has_several_loaders)
-                self.engine = PipelineEngine(trainer, surroundings, model, setup.programs(model))
+                self.engine = PipelineEngine(trainer, surroundings, model)
         finally:
             self._setup = None
         vars(module)[_IS_SPLIT] = True
@@ -264,9 +266,8 @@ class HeldPipeline:
     def channels(self) -> list[Any]:
         """What carries tensors between stages, where they do not go through a group."""
         setup, engine = self._setup, self.engine  # as in abandon
-        if engine is not None:
-            return engine.channels
-        return [] if setup is None else setup.connection.channels
+        held = engine or setup
+        return [] if held is None else held.connection.channels
 
     @property
     def stages(self) -> str:

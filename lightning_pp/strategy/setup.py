@@ -33,7 +33,6 @@ from lightning_pp.planning.unit_times.measure import run_each_once
 from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.weight_updates import Updates
-from lightning_pp.strategy.autotune.profiling import TunedPrograms
 from lightning_pp.strategy.batch.cutter import BatchCutter
 from lightning_pp.strategy.batch.whole_batch import ending_with_batch
 from lightning_pp.strategy.connection import Connection
@@ -157,20 +156,6 @@ class PipelineSetup:
             replace(split, tensor=tensor), layout, self._update_hooks, self._device_memory, self._cutter,
             len(microbatches), seed, self.connection,
         )  # fmt: skip
-
-    def programs(self, model: LaidOutModel) -> TunedPrograms:
-        """The schedules of a model that is assigned to stages; every rank must call this."""
-        given = self._given
-        return TunedPrograms(
-            self._options.schedule,
-            model.layout,
-            model.split,
-            given.mesh,
-            given.data_parallel,
-            self.connection.groups,
-            self.device,
-            self._ranks.broadcast,
-        )
 
     def _recorded_by_all(
         self, record: Callable[[], RecordedModel], step: str, beforehand: AbstractContextManager[Optimizer | None]

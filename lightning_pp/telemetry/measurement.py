@@ -16,7 +16,7 @@ from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.gathering import gather
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Placement, Schedule
-from lightning_pp.sharding.units.collective_times import CollectiveSums, CollectiveTimes
+from lightning_pp.sharding.units.collective_times import CollectiveTimes
 from lightning_pp.split.cut.partition import Partition
 from lightning_pp.telemetry.diagnosis.evidence import PlanFacts
 from lightning_pp.telemetry.memory import read_memory_gib, read_peak_memory_gib
@@ -213,13 +213,10 @@ class FitMeasurement:
         self._total = found if self._total is None else self._total + found
         return found
 
-    def _by_stage(self, collectives: CollectiveTimes) -> dict[int, CollectiveSums]:
+    def _by_stage(self, collectives: CollectiveTimes) -> dict[int, dict[str, float]]:
         """Sums by stage; times of no particular unit count for the first stage."""
         stage_of_unit = self._pipeline.split.partition.stage_of_unit
-        sums = {stage: CollectiveSums() for stage in self._stages}
-        for unit, of_unit in collectives.by_unit().items():
-            sums[stage_of_unit.get(unit, self._stages[0])] += of_unit
-        return sums
+        return collectives.sums_by(lambda unit: stage_of_unit.get(unit, self._stages[0]))
 
     def _read(self, squares: Sequence[float]) -> RankReading:
         device = self._pipeline.device

@@ -9,7 +9,6 @@ from types import MappingProxyType
 
 from lightning_pp.runtime.timing import ActionTimes
 from lightning_pp.schedule import ActionKind
-from lightning_pp.sharding.units.collective_times import CollectiveSums
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class RankSums:
         times: Sequence[ActionTimes],
         stages: Sequence[int],
         sent_bytes: Mapping[int, int] = MappingProxyType({}),
-        collectives: Mapping[int, CollectiveSums] = MappingProxyType({}),
+        collectives: Mapping[int, Mapping[str, float]] = MappingProxyType({}),
     ) -> RankSums:
         """One step.
 
@@ -87,12 +86,12 @@ class RankSums:
             times: The actions of the rank in the order in which it ran them.
             stages: The stages that the rank holds.
             sent_bytes: What each of them sent to other ranks.
-            collectives: The gathers and reductions of each.
+            collectives: The fields of each about gathers and reductions.
         """
         sums = {stage: dict.fromkeys(StageSums.__dataclass_fields__, 0.0) for stage in stages}
         for stage in stages:
             sums[stage]["sent_bytes"] = float(sent_bytes.get(stage, 0))
-            sums[stage].update(vars(collectives.get(stage, CollectiveSums())))
+            sums[stage].update(collectives.get(stage, {}))
         for moment in times:
             of_stage = sums[moment.action.stage]
             of_stage[_FIELD_OF_KIND[moment.action.kind]] += moment.work_ms

@@ -53,12 +53,13 @@ def times_of_a_step(kind: str, is_hidden: bool) -> dict[str, Any]:
     clock.begin(is_on=False)
     step(units, model, lambda start: start())
     assert clock.times() is None
-    return {unit: vars(sums) for unit, sums in times.by_unit().items()}
+    return times.sums_by(lambda unit: unit)
 
 
 def step(units: Any, model: nn.ModuleDict, together: Callable[[Callable[[], None]], None]) -> None:
-    units.begin_step()
-    together(lambda: [units.unshard(name) for name in model] and None)
+    if isinstance(units, ShardedUnits):
+        units.begin_step()
+        together(lambda: [units.unshard(name) for name in model] and None)
     loss = model["second"](model["first"](torch.ones(3, 8))).sum()
     loss.backward()
     for name in ("second", "first"):

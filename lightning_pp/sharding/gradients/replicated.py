@@ -1,4 +1,4 @@
-"""Parameters that every data-parallel rank holds whole: averages gradients, makes initial values equal."""
+"""Parameters that every data-parallel rank holds whole: averages and widens gradients, makes initial values equal."""
 
 from __future__ import annotations
 
@@ -94,10 +94,45 @@ class ReplicatedGradients:
 
     def abandon(self) -> None:
         """Waits for what :meth:`start` began, and forgets it."""
-        for _, _, work, _ in self._under_way:
-            if work is not None:
-                work.wait()
-        self._under_way.clear()
+        self.wait()
+
+
+class WideGradients:
+    """Gradients of plain parameters that accumulate in ``dtype``, and have the parameters' own dtype at the update.
+
+    In bfloat16 a sum of many microbatches loses what is smaller than a 256th of it. Sharded parameters accumulate in
+    the dtype of their reduction anyway.
+
+    Args:
+        parameters: Plain parameters; those of ``dtype`` already, and integers, are left alone.
+        dtype: Of the sums; None: that of each parameter.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self.parameters = tuple(
+            p for p in parameters if dtype and p.is_floating_point() and p.dtype.itemsize < dtype.itemsize
+        )
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Before a batch."""
+        for parameter in self.parameters:
+            if parameter.grad_dtype == self._dtype:
+                continue
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = self._dtype
+            if gradient is not None:
+                parameter.grad = gradient.to(self._dtype)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """After the reduction, or after a step that failed."""
+        for parameter in self.parameters:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            if gradient is not None:
+                parameter.grad = gradient.to(parameter.dtype)
 
 
 @torch.no_grad()
@@ -112,17 +147,11 @@ def finish_all(reductions: Iterable[ReplicatedGradients]) -> None:
 
 
 @torch.no_grad()
-def broadcast_parameters(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Gives the parameters and buffers of ``module`` the values they have on the first rank of ``group``.
-
-    For the data-parallel replicas of a stage, before its units are sharded. Tensors on the meta device are left out.
-    """
-    broadcast_values([*module.parameters(), *module.buffers()], group)
-
-
-@torch.no_grad()
 def broadcast_values(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """As :func:`broadcast_parameters`, of some tensors."""
+    """Gives ``tensors`` the values they have on the first rank of ``group``; those on the meta device are left out.
+
+    For the data-parallel replicas of a stage, before its units are sharded.
+    """
     tensors = list(dict.fromkeys(tensors))
     if dist.get_world_size(group) > 1:
         first = dist.get_global_rank(group or dist.group.WORLD, 0)  # type: ignore[arg-type]

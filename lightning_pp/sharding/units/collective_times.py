@@ -6,43 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 
 Kind = Literal["gather", "reduce"]
-
-
-@dataclass
-class CollectiveSums:
-    """Sums over the collectives of one unit or stage in one step, milliseconds.
-
-    Attributes:
-        gather_exposed_ms: Time that the rank stood waiting for gathers.
-        gather_hidden_ms: Time that gathers ran before the rank waited for them.
-        reduce_exposed_ms: As of gathers, of reductions.
-        reduce_hidden_ms: The same.
-    """
-
-    gather_exposed_ms: float = 0.0
-    gather_hidden_ms: float = 0.0
-    reduce_exposed_ms: float = 0.0
-    reduce_hidden_ms: float = 0.0
-
-    def __iadd__(self, other: CollectiveSums) -> CollectiveSums:
-        self.add("gather", other.gather_exposed_ms, other.gather_hidden_ms)
-        self.add("reduce", other.reduce_exposed_ms, other.reduce_hidden_ms)
-        return self
-
-    def add(self, kind: Kind, exposed_ms: float, hidden_ms: float) -> None:
-        """One more collective."""
-        if kind == "gather":
-            self.gather_exposed_ms += exposed_ms
-            self.gather_hidden_ms += hidden_ms
-        else:
-            self.reduce_exposed_ms += exposed_ms
-            self.reduce_hidden_ms += hidden_ms
+Key = TypeVar("Key")
 
 
 @dataclass(eq=False)
@@ -80,9 +50,14 @@ class CollectiveTimes:
     collectives: list[TimedCollective]
     milliseconds: Callable[[Any, Any], float]
 
-    def by_unit(self) -> dict[str, CollectiveSums]:
-        """Sums by the first unit of a collective; on an accelerator waits for the last of them."""
-        sums: dict[str, CollectiveSums] = {}
+    def sums_by(self, key: Callable[[str], Key]) -> dict[Key, dict[str, float]]:
+        """Sums by ``key`` of the first unit of a collective, in milliseconds; on an accelerator waits for the last.
+
+        ``gather_exposed_ms`` is the time that the rank stood waiting for gathers, ``gather_hidden_ms`` the time that
+        they ran before the rank waited for them. ``reduce_exposed_ms`` and ``reduce_hidden_ms`` are of reductions.
+        """
+        names = [f"{kind}_{part}_ms" for kind in get_args(Kind) for part in ("exposed", "hidden")]
+        sums: dict[Key, dict[str, float]] = {}
         for each in self.collectives:
             exposed = sum(self.milliseconds(begun, ended) for begun, ended in each.waits)
             hidden = 0.0
@@ -90,7 +65,9 @@ class CollectiveTimes:
                 hidden = self.milliseconds(each.begun, each.ended)
                 if each.waits:  # what ran while the rank waited is exposed
                     hidden = min(hidden, self.milliseconds(each.begun, each.waits[0][0]))
-            sums.setdefault(each.unit, CollectiveSums()).add(each.kind, exposed, max(0.0, hidden))
+            of_key = sums.setdefault(key(each.unit), dict.fromkeys(names, 0.0))
+            of_key[f"{each.kind}_exposed_ms"] += exposed
+            of_key[f"{each.kind}_hidden_ms"] += max(0.0, hidden)
         return sums
 
 
@@ -136,13 +113,17 @@ class CollectiveClock:
 
         On an accelerator whoever waits for ``work`` has to keep its tensors until then.
         """
-        if timed is None:
-            return
-        if work is None or not self._on_host:
-            self._follow_aside(timed, work)
-        else:
+        if timed is None or work is None:
+            self.end(timed)
+        elif self._on_host:
             timed.work, timed.last_under_way = work, timed.begun
             self._under_way.append(timed)
+        else:  # in a stream of its own, so that nothing else waits for it
+            if self._aside is None:
+                self._aside = torch.Stream(self._device)
+            with self._aside:
+                work.wait()
+                self.end(timed)
 
     def end(self, timed: TimedCollective | None) -> None:
         """It is over when the current stream has come so far."""
@@ -188,17 +169,6 @@ class CollectiveClock:
     def times(self) -> CollectiveTimes | None:
         """Those of the step that :meth:`begin` has begun; None if they were not needed."""
         return CollectiveTimes(self._collectives, self._milliseconds) if self._is_on else None
-
-    def _follow_aside(self, timed: TimedCollective, work: dist.Work | None) -> None:
-        """Notes the end in a stream of its own, so that nothing else waits for it."""
-        if work is None:
-            self.end(timed)
-            return
-        if self._aside is None:
-            self._aside = torch.Stream(self._device)
-        with self._aside:
-            work.wait()
-            self.end(timed)
 
     def _recorded_event(self) -> torch.Event:
         event = torch.Event(self._device, enable_timing=True)

@@ -18,28 +18,24 @@ from lightning_pp.split._torch_private import parameters_of
 
 @dataclass(eq=False)
 class ParameterSlot:
-    """A place in a module that holds the sharded parameter, or the gathered one while its unit is gathered.
+    """The places in modules that hold a sharded parameter, or the gathered one while its unit is gathered.
 
     Args:
         name: Full name, for messages.
-        owner: The module in which the parameter is registered.
-        attribute: Its name there.
+        places: The modules in which the parameter is registered, with its name there; at least one.
         gathered: The parameter that forwards see and that autograd and deferred weight gradients add ``.grad`` to.
             FSDP2 makes it when it gathers for the first time and uses the same object ever after; None before.
-        others: Other places where it is registered.
         sharded: What the module held before it was gathered.
     """
 
     name: str
-    owner: nn.Module
-    attribute: str
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
     gathered: nn.Parameter | None = None
-    others: list[tuple[nn.Module, str]] = field(default_factory=list)
     sharded: nn.Parameter | None = None
 
     def register(self, parameter: nn.Parameter | None) -> None:
         """Has the module hold ``parameter``."""
-        for owner, attribute in [(self.owner, self.attribute), *self.others]:
+        for owner, attribute in self.places:
             if type(owner).__setattr__ is nn.Module.__setattr__:
                 parameters_of(owner)[attribute] = parameter
             else:  # recurrent layers keep lists of their own
@@ -48,7 +44,7 @@ class ParameterSlot:
     @property
     def registered(self) -> nn.Parameter:
         """What the module holds now: the sharded parameter unless its unit is gathered."""
-        parameter = getattr(self.owner, self.attribute)
+        parameter = getattr(*self.places[0])
         assert isinstance(parameter, nn.Parameter)
         return parameter
 
@@ -206,31 +202,24 @@ def gathered_bytes(parameters: Iterable[Tensor], num_shards: int, dtype: torch.d
 
 
 def parameter_slots(units: Mapping[str, nn.Module], excluded: Iterable[nn.Parameter]) -> list[ParameterSlot]:
-    """A slot for each parameter of ``units`` outside ``excluded``; one of several places where it is registered.
+    """A slot for each parameter of ``units`` outside ``excluded``, with all places where it is registered.
 
     Raises:
         ConfigurationError: Trainable parameters differ in dtype.
     """
-    seen = set(excluded)
-    slots: list[ParameterSlot] = []
-    places: dict[nn.Parameter, ParameterSlot] = {}
+    left_out = set(excluded)
+    slots: dict[nn.Parameter, ParameterSlot] = {}
     for unit_name, unit in units.items():
         for name, parameter in unit.named_parameters(remove_duplicate=False):
-            if parameter in places:
-                prefix, _, attribute = name.rpartition(".")
-                owner = unit.get_submodule(prefix)
-                slot = places[parameter]
-                if (owner, attribute) not in [(slot.owner, slot.attribute), *slot.others]:
-                    slot.others.append((owner, attribute))
-            if parameter in seen:
+            if parameter in left_out:
                 continue
-            seen.add(parameter)
-            full_name = f"{unit_name}.{name}" if unit_name else name
             prefix, _, attribute = name.rpartition(".")
-            places[parameter] = ParameterSlot(full_name, unit.get_submodule(prefix), attribute)
-            slots.append(places[parameter])
+            place = unit.get_submodule(prefix), attribute
+            slot = slots.setdefault(parameter, ParameterSlot(f"{unit_name}.{name}" if unit_name else name))
+            if place not in slot.places:
+                slot.places.append(place)
     by_dtype: dict[torch.dtype, list[str]] = {}
-    for slot in slots:
+    for slot in slots.values():
         if slot.registered.requires_grad:
             by_dtype.setdefault(slot.registered.dtype, []).append(slot.name)
     if len(by_dtype) > 1:
@@ -239,7 +228,41 @@ def parameter_slots(units: Mapping[str, nn.Module], excluded: Iterable[nn.Parame
             f"the trainable parameters of unit {', '.join(units)} differ in dtype ({found}), but are reduced in one "
             "collective. Cast them to one dtype, or leave those of one dtype out of sharding with `replicated`"
         )
-    return slots
+    return list(slots.values())
+
+
+def never_sharded(units: Mapping[str, nn.Module]) -> list[nn.Parameter]:
+    """Parameters without a dimension to shard, and integers, which take no gradient."""
+    return [
+        parameter
+        for unit in units.values()
+        for parameter in unit.parameters()
+        if parameter.dim() == 0 or not (parameter.is_floating_point() or parameter.is_complex())
+    ]
+
+
+def groups_sharing_parameters(units: Mapping[str, nn.Module], excluded: set[nn.Parameter]) -> list[list[str]]:
+    """The units, in order, joined where they share a parameter outside ``excluded``, or are one module."""
+    _refuse_nesting(units)
+    groups: list[tuple[set[object], list[str]]] = []
+    for name, unit in units.items():
+        held: set[object] = {unit, *(parameter for parameter in unit.parameters() if parameter not in excluded)}
+        names = [name]
+        for group in [group for group in groups if group[0] & held]:
+            groups.remove(group)
+            held |= group[0]
+            names = [*group[1], *names]
+        groups.append((held, names))
+    order = {name: position for position, name in enumerate(units)}
+    return sorted((sorted(names, key=order.__getitem__) for _, names in groups), key=lambda names: order[names[0]])
+
+
+def _refuse_nesting(units: Mapping[str, nn.Module]) -> None:
+    name_of = {unit: name for name, unit in units.items()}
+    for name, unit in units.items():
+        for child in unit.modules():
+            if child is not unit and child in name_of:
+                raise ConfigurationError(f"unit {name} contains unit {name_of[child]}; units must not be nested")
 
 
 class NotedAllGather:

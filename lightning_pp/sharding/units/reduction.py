@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.sharding._torch_private import copy_all_, reduce_scatter
@@ -118,8 +118,13 @@ class GradientReduction:
         means = means.to(self._sharded[0].dtype)
         shards = zip(self._sharded, torch.split(means, self._lengths), is_anywhere or self._is_here, strict=True)
         for parameter, mean, is_used in shards:
-            if is_used:
-                _add_gradient(parameter, mean)
+            if not is_used:
+                continue
+            shard = local_tensor(parameter)
+            if parameter.grad is None:
+                parameter.grad = gradient_like(parameter, mean[: shard.numel()])
+            else:
+                local_tensor(parameter.grad).add_(mean[: shard.numel()].view(shard.shape))
 
     def _result(self) -> Tensor:
         if self._on_host is None or self._event is None:
@@ -213,13 +218,3 @@ def finish_all(reductions: Sequence[GradientReduction]) -> None:
     all_flags = read_flags([reduction.flags() for reduction in reductions])
     for reduction, is_anywhere in zip(reductions, all_flags, strict=True):
         reduction.add(is_anywhere)
-
-
-def _add_gradient(parameter: nn.Parameter, mean: Tensor) -> None:
-    """Adds this rank's part of the mean, flat and padded, to the gradient of a sharded parameter."""
-    shard = local_tensor(parameter)
-    mean = mean[: shard.numel()]
-    if parameter.grad is None:
-        parameter.grad = gradient_like(parameter, mean)
-    else:
-        local_tensor(parameter.grad).add_(mean.view(shard.shape))

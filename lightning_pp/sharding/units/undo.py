@@ -17,9 +17,6 @@ class UnitsBefore:
 
     To be made right before units are sharded, and told of right after it by :meth:`note_added`, so that what the user
     sets later stays.
-
-    Args:
-        modules: The units.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 from uuid import uuid4
-
-import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.planning.stage_costs import BYTES_PER_GIB, crossing_bytes, held_gib, with_held
@@ -25,6 +22,7 @@ from lightning_pp.runtime.transport.link_speed import (
 from lightning_pp.schedule import ActionKind, StageCosts
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.record.plan import StepPlan
+from lightning_pp.strategy.surroundings import Surroundings
 
 _HELD = "held"
 
@@ -97,20 +95,14 @@ class CostExchange:
     """Makes one set of costs from the profiles of all ranks; every rank takes part, and all get the same.
 
     Attributes:
+        given: Where the pipeline runs, and its options.
         split: The split model.
-        pipeline: The ranks of the pipeline.
-        data_parallel: The ranks that hold the same stages.
         groups: Who talks to whom.
-        device: Where this rank computes.
-        whole_batch_loss: Whether the last stage joins all microbatches.
     """
 
+    given: Surroundings
     split: SplitModel
-    pipeline: DeviceMesh
-    data_parallel: DeviceMesh
     groups: ControlGroups
-    device: torch.device
-    whole_batch_loss: bool = field(default=False, kw_only=True)
 
     def exchange(self, profile: Profile) -> Measured:
         """The medians of all ranks and replicas, and the times of messages."""
@@ -154,11 +146,12 @@ class CostExchange:
         )
         split = self.split  # tensor ranks keep of any batch about what they keep of the first
         record = plan.record if split.on_parts is None else split.on_parts.record
-        by_dry_run = held_gib(record, split.partition, split.placement, whole_batch_loss=self.whole_batch_loss)[0]
+        whole_batch_loss = self.given.options.schedule.whole_batch_loss
+        by_dry_run = held_gib(record, split.partition, split.placement, whole_batch_loss=whole_batch_loss)[0]
         held = self.groups.gather(by_dry_run if text == signature else None, "what it holds")
         after_forward = next(found for found in held if found is not None)
         return Measured(
-            with_held(costs, after_forward, after_input, whole_batch_loss=self.whole_batch_loss),
+            with_held(costs, after_forward, after_input, whole_batch_loss=whole_batch_loss),
             max(numbers, key=lambda number: (numbers[number], number)),
             num_samples[signature],
             signature,
@@ -174,15 +167,13 @@ class CostExchange:
             for stage in range(num_stages - 1)
             if rank_of_stage[stage] != rank_of_stage[stage + 1]
         }
-        name = f"{self.groups.share(lambda: uuid4().hex, 'A name of channels')}/{self.pipeline.mesh[0]}"
-        rank = self.pipeline.get_local_rank()
-        times = measure_links(list(links.values()), rank, name, self.device)
+        first = self.given.mesh["pipeline"].mesh[0]
+        name = f"{self.groups.share(lambda: uuid4().hex, 'A name of channels')}/{first}"
+        rank = self.given.rank
+        times = measure_links(list(links.values()), rank, name, self.given.device)
         own = (
             {stage: times[link] for stage, link in links.items() if link in times},
-            {
-                stage: self._measure_collectives(stage)
-                for stage in placement.stages_of_rank(self.pipeline.get_local_rank())
-            },
+            {stage: self._measure_collectives(stage) for stage in placement.stages_of_rank(rank)},
         )
         after: dict[int, float] = {}
         collectives: dict[int, tuple[float, float]] = {}
@@ -190,15 +181,11 @@ class CostExchange:
             after |= links_of
             collectives |= collectives_of
         replicas = self.groups.gather((after, collectives), "measured links")
-
-        def mean(values: Sequence[float]) -> float:
-            return sum(values) / len(values)
-
-        one_way = [mean([after_of.get(stage, 0.0) for after_of, _ in replicas]) for stage in range(num_stages)]
+        one_way = [fmean([after_of.get(stage, 0.0) for after_of, _ in replicas]) for stage in range(num_stages)]
         # a stage sends values to the next one and gradients to the one before; the last one none, the first one none
         p2p, p2p_back = one_way, [0.0, *one_way[:-1]]
-        gathers = [mean([found[stage][0] for _, found in replicas]) for stage in range(num_stages)]
-        reductions = [mean([found[stage][1] for _, found in replicas]) for stage in range(num_stages)]
+        gathers = [fmean([found[stage][0] for _, found in replicas]) for stage in range(num_stages)]
+        reductions = [fmean([found[stage][1] for _, found in replicas]) for stage in range(num_stages)]
         return p2p, p2p_back, gathers, reductions
 
     def measure_copies(self, before: StageCosts) -> list[float]:
@@ -209,11 +196,11 @@ class CostExchange:
         """
         split = self.split
         resolved = before.per_stage(split.placement.num_stages)
-        if self.device.type != "cuda" or not any(resolved.held_on_host):
+        if self.given.device.type != "cuda" or not any(resolved.held_on_host):
             return list(resolved.offload)
         own = {
-            stage: measure_host_copies(int(resolved.held_on_host[stage] * BYTES_PER_GIB), self.device)
-            for stage in split.placement.stages_of_rank(self.pipeline.get_local_rank())
+            stage: measure_host_copies(int(resolved.held_on_host[stage] * BYTES_PER_GIB), self.given.device)
+            for stage in split.placement.stages_of_rank(self.given.rank)
             if resolved.held_on_host[stage]
         }
         everywhere = self.groups.gather(self.groups.gather_in_pipeline(own), "measured copies")
@@ -222,9 +209,10 @@ class CostExchange:
 
     def _measure_collectives(self, stage: int) -> tuple[float, float]:
         """A gather and a reduction of the stage's parameters over the replicas."""
-        if self.data_parallel.size() == 1:
+        if self.given.data_parallel.size() == 1:
             return 0.0, 0.0
         partition = self.split.partition
         num_parameters = sum(self.split.counted.num_parameters[unit] for unit in partition.units_of_stage(stage))
         itemsize = next((p.dtype.itemsize for p in self.split.module.parameters()), 4)
-        return measure_gather_and_reduce(num_parameters * itemsize, self.data_parallel.get_group(), self.device)
+        group = self.given.data_parallel.get_group()
+        return measure_gather_and_reduce(num_parameters * itemsize, group, self.given.device)

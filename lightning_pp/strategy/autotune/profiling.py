@@ -7,14 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import ScheduleError
 from lightning_pp.long_tasks import LongTask
-from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.schedules.programs import ProgramCache
 from lightning_pp.planning.stage_model import SplitModel
@@ -31,6 +28,7 @@ from lightning_pp.strategy.autotune.tuning_report import (
     predicted_schedules,
     save_costs,
 )
+from lightning_pp.strategy.surroundings import Surroundings
 from lightning_pp.telemetry.reading import StepPrediction
 
 NUM_WARM_UP_BATCHES = 2
@@ -55,34 +53,29 @@ class TunedPrograms:
     when measured bytes leave no schedule within the memory limit, training goes on as it began, with a warning.
 
     Args:
-        options: What the user asks of the schedule.
+        given: Where the pipeline runs, and what the user asks of the schedule.
         layout: What the model was cut for, and the first schedule.
         split: The split model.
-        mesh: The axis ``pipeline``.
-        data_parallel: The ranks that hold the same stages.
         groups: Who talks to whom.
-        device: Where this rank computes.
         broadcast: Returns rank 0's argument on every rank.
 
     Attributes:
+        cache: The schedules as things stand.
         measures: Whether it needs the times of training batches.
         sharding: What the stages gather and reduce; the search compares schedules with it. None: nothing.
     """
 
     def __init__(
         self,
-        options: ScheduleOptions,
+        given: Surroundings,
         layout: Layout,
         split: SplitModel,
-        mesh: DeviceMesh,
-        data_parallel: DeviceMesh,
         groups: ControlGroups,
-        device: torch.device,
         broadcast: Callable[[Any], Any],
     ) -> None:
+        options = self._options = given.options.schedule
         self._rejected = layout.rejected
-        self._options = options
-        self._cache = ProgramCache(
+        self.cache = ProgramCache(
             options.source,
             layout.placement,
             layout.costs,
@@ -91,15 +84,13 @@ class TunedPrograms:
         )
         self._split = split
         self._groups = groups
-        self._device = device
+        self._device = given.device
         self._broadcast = broadcast
         self._room_gib = layout.room_gib
-        self._exchange = CostExchange(
-            split, mesh["pipeline"], data_parallel, groups, device, whole_batch_loss=options.whole_batch_loss
-        )
+        self._exchange = CostExchange(given, split, groups)
         self._asked = f"schedule={options.source.name!r}"
         self._tells_order = options.whole_batch_loss
-        self._is_first = mesh.get_rank() == 0
+        self._is_first = given.mesh.get_rank() == 0
         self.measures = options.measures
         self._num_batches = 0
         # what Profile.add takes, without data, which would take memory until the end of the measurement
@@ -117,28 +108,24 @@ class TunedPrograms:
         self.queued_bytes = None
         if self._tells_order:
             self._tells_order = False
-            rank_zero_info(self._options.whole_batch_text(self._cache.training(num_microbatches)))
+            rank_zero_info(self._options.whole_batch_text(self.cache.training(num_microbatches)))
         if not self.measures:
-            return self._cache.training(num_microbatches)
+            return self.cache.training(num_microbatches)
         if self._num_batches >= NUM_WARM_UP_BATCHES + self._options.num_profiled_batches:
             self.measures = False
             self._tune()
-            return self._cache.training(num_microbatches)
+            return self.cache.training(num_microbatches)
         self.queued_bytes = {}
-        return self._cache.measured(num_microbatches)
-
-    def schedule_of(self, num_microbatches: int) -> Schedule:
-        """The schedule of training batches, as things stand; asking for it changes nothing."""
-        return self._cache.training(num_microbatches)
+        return self.cache.measured(num_microbatches)
 
     def predictions(self, num_microbatches: int) -> list[Prediction]:
         """The schedule that is run, and those in whose place it is, by the costs that it was chosen by."""
-        found = predicted_schedules(self._cache.costs, self._cache.training(num_microbatches), self._options)
+        found = predicted_schedules(self.cache.costs, self.cache.training(num_microbatches), self._options)
         return [*found, *(self._rejected if self.costs_from != "measured" else ())]
 
     def prediction_of(self, schedule: Schedule) -> StepPrediction:
         """The time of a step in a row of overlapping ones, and what ranks hold, by the same costs."""
-        costs = self._cache.costs
+        costs = self.cache.costs
         held = schedule.simulate(costs).peak_memory
         return StepPrediction(self._options.source.step_time(schedule, costs), tuple(map(float, held)))
 
@@ -148,10 +135,6 @@ class TunedPrograms:
         if self._options.costs is not None:
             return "given"
         return "measured" if self.costs is not None and self._options.searches_again else "estimated"
-
-    def evaluation(self, num_microbatches: int) -> Schedule:
-        """The schedule of an evaluation batch."""
-        return self._cache.evaluation(num_microbatches)
 
     def note(self, timer: StepTimer, microbatches: Sequence[Microbatch], plans: Sequence[StepPlan]) -> None:
         """Keeps what the training batch took that has just been run."""
@@ -174,20 +157,13 @@ class TunedPrograms:
         for batch in self._noted:
             profile.add(*batch)
         self._noted.clear()
-        measured, before = self._exchange.exchange(profile), self._cache.costs
+        measured, before = self._exchange.exchange(profile), self.cache.costs
         copies = self._exchange.measure_copies(before)
         costs = replace(measured.costs, offload=copies, held_on_host=before.held_on_host)
         measured = replace(measured, costs=costs)
         self.costs = measured.costs
         if self._is_first and self._options.save_costs is not None:
-            save_costs(
-                self._options.save_costs,
-                measured,
-                self._split,
-                self._device,
-                self._groups.num_replicas,
-                self._options.num_profiled_batches,
-            )
+            save_costs(self._options, measured, self._split, self._device, self._groups.num_replicas)
         if not self._options.searches_again:
             return
         is_searched = self._options.source.is_searched
@@ -204,14 +180,14 @@ class TunedPrograms:
         else:
             limit = self._options.memory_limit(measured.costs, schedule.placement, self._room_gib)
             found = schedule if is_searched else None
-            self._cache = replace(self._cache, found=found, costs=measured.costs, memory_limit=limit)
+            self.cache = replace(self.cache, found=found, costs=measured.costs, memory_limit=limit)
             rank_zero_info(report)
 
     def _search(self, measured: Measured) -> tuple[Schedule | None, str]:
         """The new schedule, or None to keep the old one, and why."""
         placement, number = self._split.placement, measured.num_microbatches
         limit = self._options.memory_limit(measured.costs, placement, self._room_gib)
-        before = self._cache.training(number)
+        before = self.cache.training(number)
         started = time.perf_counter()
         try:
             with LongTask("The search for a schedule", rank_zero_info):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from os import PathLike
 from typing import Any
 
 import torch
@@ -13,23 +11,19 @@ from lightning_pp.errors import ScheduleError
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.schedules.predictions import Prediction
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.schedule import ActionKind, Placement, Schedule, StageCosts, build_schedule
+from lightning_pp.schedule import ActionKind, Schedule, StageCosts, build_schedule
 from lightning_pp.schedule.registry import families_allowing
 from lightning_pp.schedule.simulation.costs_file import GIB
 from lightning_pp.strategy.autotune.measured_costs import Measured
 
 
 def save_costs(
-    path: str | PathLike[str],
-    measured: Measured,
-    split: SplitModel,
-    device: torch.device,
-    num_replicas: int,
-    num_batches: int,
+    options: ScheduleOptions, measured: Measured, split: SplitModel, device: torch.device, num_replicas: int
 ) -> None:
-    """Writes the costs to ``path``, with the units that they were measured on; a failure is only a warning."""
-    placement, partition = split.placement, split.partition
+    """Writes the costs to ``save_costs``, with the units that they were measured on; a failure is only a warning."""
+    placement, partition, path = split.placement, split.partition, options.save_costs
     is_cuda = device.type == "cuda"
+    assert path is not None
     try:
         measured.costs.to_json(
             path,
@@ -44,41 +38,13 @@ def save_costs(
                 "num_microbatches": measured.num_microbatches,
                 "samples_per_microbatch": measured.num_samples,
                 "microbatch": measured.signature,
-                "num_batches": num_batches,
+                "num_batches": options.num_profiled_batches,
             },
         )
     except OSError as error:
         rank_zero_warn(f"The measured costs could not be written to save_costs={str(path)!r}: {error}")
     else:
         rank_zero_info(f"The measured costs of the stages are in {path}.")
-
-
-def compared_schedules(
-    costs: StageCosts,
-    placement: Placement,
-    num_microbatches: int,
-    memory_limit: float | None,
-    *,
-    whole_batch_loss: bool = False,
-) -> Iterator[tuple[str, Schedule | ScheduleError]]:
-    """Every schedule that is made by hand on this placement, or why it cannot be used."""
-    stages_per_rank = placement.num_stages // placement.num_ranks
-    for family in families_allowing(stages_per_rank):
-        if family.is_search:
-            continue
-        name = family.name
-        sizes: dict[str, Any] = {
-            "num_ranks": placement.num_ranks,
-            "num_microbatches": num_microbatches,
-            "stages_per_rank": stages_per_rank,
-            "whole_batch_loss": whole_batch_loss,
-        }
-        if build_schedule(name, **sizes).placement != placement:
-            continue
-        try:
-            yield name, build_schedule(name, costs=costs, memory_limit=memory_limit, **sizes)
-        except ScheduleError as error:
-            yield name, error
 
 
 def costs_text(costs: StageCosts) -> str:
@@ -112,18 +78,24 @@ def predicted_schedules(
     found = [Prediction.of(chosen.name, chosen, costs, source, is_chosen=True)]
     if before is not None:
         found.append(Prediction.of(f"{before.name}, until now", before, costs, source))
-    by_hand = compared_schedules(
-        costs,
-        chosen.placement,
-        chosen.num_microbatches,
-        options.memory_limit_gib,
-        whole_batch_loss=chosen.whole_batch_loss,
-    )
-    for name, schedule in by_hand:
-        if isinstance(schedule, ScheduleError):
-            found.append(Prediction.impossible(name, chosen.placement, schedule))
-        elif name != chosen.name:
-            found.append(Prediction.of(name, schedule, costs, source))
+    placement = chosen.placement
+    sizes: dict[str, Any] = {
+        "num_ranks": placement.num_ranks,
+        "num_microbatches": chosen.num_microbatches,
+        "stages_per_rank": placement.num_stages // placement.num_ranks,
+        "whole_batch_loss": chosen.whole_batch_loss,
+    }
+    names = [family.name for family in families_allowing(sizes["stages_per_rank"]) if not family.is_search]
+    for name in names:
+        if build_schedule(name, **sizes).placement != placement:
+            continue
+        try:
+            schedule = build_schedule(name, costs=costs, memory_limit=options.memory_limit_gib, **sizes)
+        except ScheduleError as error:
+            found.append(Prediction.impossible(name, placement, error))
+        else:
+            if name != chosen.name:
+                found.append(Prediction.of(name, schedule, costs, source))
     return found
 
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.meshes import same_stages, sharding_mesh
-from lightning_pp.planning.sharded_stages import ShardedPrograms, ShardingSettings, make_units
+from lightning_pp.planning.sharded_stages import ShardedPrograms, make_units
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.schedule import Schedule, Sharding
 from lightning_pp.sharding.fsdp import ShardedUnits
-from lightning_pp.sharding.gradients.accumulation import WideGradients
 from lightning_pp.sharding.gradients.clip import (
     NormUnderWay,
     clip_by_norm_,
@@ -27,15 +25,16 @@ from lightning_pp.sharding.gradients.clip import (
     start_global_norm,
 )
 from lightning_pp.sharding.gradients.hooks import GradientHooks
-from lightning_pp.sharding.gradients.replicated import ReplicatedGradients
+from lightning_pp.sharding.gradients.replicated import ReplicatedGradients, WideGradients
 from lightning_pp.sharding.gradients.shared import SharedParameters
 from lightning_pp.sharding.replicated_units import ReplicatedUnits
 from lightning_pp.sharding.stages import ShardedStages
 from lightning_pp.sharding.units.collective_times import CollectiveClock
 from lightning_pp.sharding.units.host_memory import return_freed_memory
-from lightning_pp.split.memory.state_memory import StepDtypes
 from lightning_pp.strategy.parameters.placing import ParameterPlacing
-from lightning_pp.strategy.parameters.tensor_units import check_and_report, refuse_other_updates
+from lightning_pp.strategy.parameters.precision import step_dtypes
+from lightning_pp.strategy.parameters.tensor_units import check_and_report
+from lightning_pp.strategy.surroundings import Surroundings
 
 
 class StageGradients:
@@ -46,39 +45,26 @@ class StageGradients:
     freed and reduced within a batch is in its program.
 
     Args:
+        given: Where the pipeline runs, what to shard and when, and the dtypes of computation and of gradients.
         split: The split model, with only this rank's parameters left in it; they get memory here.
-        mesh: The whole mesh.
-        data_parallel: Of it, the replicas at this rank's place, as one axis.
-        rank: This rank's place in the pipeline.
-        device: Where this rank computes.
-        sharding: What to shard and when.
-        groups: Who has to agree on it.
-        dtypes: Of computation and of gradients, where they differ from the parameters'.
+        groups: Who has to agree on what is sharded.
 
     Attributes:
         clock: Times gathers and reductions of a batch, if it is switched on before it.
         cut: The parameters of which each tensor rank has a part, by canonical name.
     """
 
-    def __init__(
-        self,
-        split: SplitModel,
-        mesh: DeviceMesh,
-        data_parallel: DeviceMesh,
-        rank: int,
-        device: torch.device,
-        sharding: ShardingSettings,
-        groups: ControlGroups,
-        dtypes: StepDtypes,
-    ) -> None:
+    def __init__(self, given: Surroundings, split: SplitModel, groups: ControlGroups) -> None:
+        mesh, device, sharding, rank = given.mesh, given.device, given.options.sharding, given.rank
+        dtypes = step_dtypes(given.precision)
         self.clock, self.device = CollectiveClock(device), device
         self._module = split.module
         self._split = split
         self._rank = rank
-        self._data_parallel = data_parallel
-        self._units: ShardedUnits | ReplicatedUnits | None = None
+        self._data_parallel = given.data_parallel
+        self._units: ShardedUnits | ReplicatedUnits = ReplicatedUnits({})
         self._programs: ShardedPrograms | None = None
-        self._replicated: ReplicatedGradients | None = None
+        self._replicated = ReplicatedGradients([])
         # with one replica as well, parameters have the dtype of computation inside units
         gathers = self._data_parallel.size() > 1 or sharding.cpu_offload
         has_units = gathers or dtypes.compute is not None
@@ -106,34 +92,26 @@ class StageGradients:
             if gathers:
                 self._programs = ShardedPrograms(sharding, split, self._units, rank, groups, self.clock)
         plain = [p for p in split.module.parameters() if not isinstance(p, DTensor)]
-        self._wide = None if dtypes.gradient is None else WideGradients(plain, dtypes.gradient)
-        self._num_copies = same_stages(mesh).size() // data_parallel.size()
+        self._wide = WideGradients(plain, dtypes.gradient)
+        self._num_copies = same_stages(mesh).size() // self._data_parallel.size()
         parts = split.tensor_parts
         self.cut = {names[name]: p for name, p in split.module.named_parameters() if names[name] in parts}
         self._cut_ids = set(map(id, self.cut.values()))
         check_and_report(split, groups)
-        self._shared = self._shared_parameters(split, mesh)
-        self._shared.broadcast_initial()
         named = {names[name]: parameter for name, parameter in split.module.named_parameters()}
+        shared = {name: parameter for name, parameter in named.items() if len(split.ranks_of(name)) > 1}
+        global_ranks = mesh["pipeline"].mesh.tolist()  # of this rank's replica
+        holders = {name: [global_ranks[rank] for rank in split.ranks_of(name)] for name in shared}
+        self._shared = SharedParameters(shared, holders)
+        self._shared.broadcast_initial()
         self._hooks = GradientHooks(named, self._shared.parameters.values())
         if isinstance(self._units, ReplicatedUnits):
             self._units.before_reduction = self._hooks.run
         return_freed_memory()
 
-    @staticmethod
-    def _shared_parameters(split: SplitModel, mesh: DeviceMesh) -> SharedParameters:
-        global_ranks = mesh["pipeline"].mesh.tolist()  # of this rank's replica
-        names = split.fake_parameters.canonical_names
-        shared: dict[str, nn.Parameter] = {}
-        for name, parameter in split.module.named_parameters():
-            if len(split.ranks_of(names[name])) > 1:
-                shared[names[name]] = parameter
-        holders = {name: [global_ranks[rank] for rank in split.ranks_of(name)] for name in shared}
-        return SharedParameters(shared, holders)
-
     def dry(self) -> AbstractContextManager[None]:
         """In the block, unit calls gather nothing, since fakes stand in for their parameters."""
-        return nullcontext() if self._units is None else self._units.paused()
+        return self._units.paused() if isinstance(self._units, ShardedUnits) else nullcontext()
 
     @property
     def stages(self) -> ShardedStages | None:
@@ -152,42 +130,35 @@ class StageGradients:
     def begin(self, schedule: Schedule, number: int, *, reduce: bool) -> Schedule:
         """Before the batch that ``schedule`` was made for; returns what to run for ``number`` microbatches."""
         if not schedule.forward_only:
-            if self._units is not None:
+            if isinstance(self._units, ShardedUnits):
                 self._units.begin_step()
-            if self._wide is not None:
-                self._wide.begin()
+            self._wide.begin()
             self._hooks.begin()
         return schedule if self._programs is None else self._programs.begin(schedule, number, reduce=reduce)
 
     def end(self, *, reduce: bool) -> None:
         """After the forward and backward of a batch; with ``reduce``, after the last of an accumulation."""
         self._hooks.end()
-        if self._units is not None:
-            self._units.end_of_batch(reduce=reduce)
+        self._units.end_of_batch(reduce=reduce)
         if not reduce:
             return
-        if self._replicated is not None:
-            self._replicated.all_reduce()
-        if self._wide is not None:
-            self._wide.end()
+        self._replicated.all_reduce()
+        self._wide.end()
         if self._shared.parameters:
             with self.clock.exposed("reduce"):
                 self._shared.sum_gradients()
 
     def finish_evaluation(self) -> None:
         """After the forward of an evaluation batch: frees gathered parameters."""
-        if self._units is not None:
+        if isinstance(self._units, ShardedUnits):
             self._units.reshard_all()
 
     def abandon(self) -> None:
         """Forgets a step that failed."""
         self._hooks.abandon()
-        if self._units is not None:
-            self._units.abandon_step()
-        if self._replicated is not None:
-            self._replicated.abandon()
-        if self._wide is not None:
-            self._wide.end()
+        self._units.abandon_step()
+        self._replicated.abandon()
+        self._wide.end()
         for parameter in self._module.parameters():
             parameter.grad = None
 
@@ -253,8 +224,3 @@ class StageGradients:
     def _share(self, parameter: nn.Parameter) -> float:
         """Tensor ranks that hold the same parameter count it in parts."""
         return 1.0 if id(parameter) in self._cut_ids else 1.0 / self._num_copies
-
-    def refuse_updates(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raises :class:`ConfigurationError` if an optimizer may compute over whole tensors that are cut here."""
-        for optimizer in optimizers:
-            refuse_other_updates(optimizer, self.cut)

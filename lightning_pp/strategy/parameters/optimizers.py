@@ -35,19 +35,18 @@ def set_up_one_optimizer(strategy: Strategy, trainer: pl.Trainer) -> None:
             "several parameter groups."
         ) from None
     for optimizer in strategy.optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ConfigurationError(
+                "LBFGS evaluates the step several times and needs all parameters at once, but a stage has only its "
+                "own. Use a first-order optimizer (AdamW, SGD, ...)."
+            )
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-        if needs_closure and not isinstance(optimizer, LBFGS):
+        if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigurationError(
                 f"{type(optimizer).__name__}.step needs a closure, which it calls to evaluate the step again at other "
                 "weights, but a pipeline has one forward and backward per step. Use an optimizer whose step takes the "
                 "gradients as they are (AdamW, SGD, ...)."
             )
-    if any(isinstance(optimizer, LBFGS) for optimizer in strategy.optimizers):
-        raise ConfigurationError(
-            "LBFGS evaluates the step several times and needs all parameters at once, but a stage has only its own. "
-            "Use a first-order optimizer (AdamW, SGD, ...)."
-        )
 
 
 def keep_parameters(optimizers: Sequence[Optimizer], owned: Collection[nn.Parameter]) -> None:
@@ -94,9 +93,9 @@ class KeptOptimizers:
         current = dict(fake_parameters.module.named_parameters())
         for optimizer in optimizers:
             if optimizer in self._groups:
-                for group, names in zip(optimizer.param_groups, self._groups[optimizer], strict=False):
+                kept = self._groups[optimizer], self._labels[optimizer]
+                for group, names, labels in zip(optimizer.param_groups, *kept, strict=False):
                     group["params"][:] = [current[name] for name in names]
-                for group, labels in zip(optimizer.param_groups, self._labels[optimizer], strict=False):
                     if labels:
                         group["param_names"][:] = labels
             _replace_originals(optimizer, split, current)

@@ -11,8 +11,8 @@ from torch import nn
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.sharding.gradients.hooks import refuse_hooks
-from lightning_pp.sharding.gradients.replicated import broadcast_parameters, broadcast_values
-from lightning_pp.sharding.units.grouping import never_sharded
+from lightning_pp.sharding.gradients.replicated import broadcast_values
+from lightning_pp.sharding.units.group import never_sharded
 from lightning_pp.sharding.units.host_memory import return_freed_memory
 from lightning_pp.split.fakes.materialize import materialize_parameters, without_parameters
 
@@ -71,7 +71,7 @@ class ParameterPlacing:
         materialize_parameters(self._module, set(owned).difference(self._sharded), self._device)
         with without_parameters(self._module, set(self._sharded.values())):
             self._module.to(self._device)
-            broadcast_parameters(self._module, self._group)
+            broadcast_values([*self._module.parameters(), *self._module.buffers()], self._group)
 
     @torch.no_grad()
     def place_units(self, units: Mapping[str, nn.Module]) -> None:

@@ -9,13 +9,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_pp.combined_optimizer import CombinedOptimizer
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.meshes import tensor_mesh
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
 from lightning_pp.planning.tensor_parts import Call, head_and_tied
-from lightning_pp.sharding.shard_updates import is_elementwise
+from lightning_pp.sharding.shard_updates import is_elementwise, parts_of
 from lightning_pp.split.head.parts import HeadPart
 from lightning_pp.strategy.surroundings import Surroundings
 from lightning_pp.tensor.units import TensorParallelUnits
@@ -79,16 +78,13 @@ def check_and_report(split: SplitModel, groups: ControlGroups) -> None:
 
 def refuse_other_updates(optimizer: Optimizer, cut: Mapping[str, nn.Parameter]) -> None:
     """Raises :class:`ConfigurationError` if ``optimizer`` updates parameters of ``cut``, by name, as whole tensors."""
-    if isinstance(optimizer, CombinedOptimizer):
-        for each in optimizer.optimizers:
-            refuse_other_updates(each, cut)
-        return
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    names = [name for name, parameter in cut.items() if id(parameter) in held]
-    if names and not is_elementwise(optimizer):
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} may compute an update from a whole matrix, but each tensor rank has a part of "
-            f"{names[0]} and of {len(names) - 1} more parameters. Use an optimizer of torch.optim that updates each "
-            "element by itself (AdamW, SGD, ...), or leave these parameters whole: tensor_parallel_plan={"
-            f"{names[0].rpartition('.')[0]!r}: 'replicate', ...}}."
-        )
+    for each in parts_of(optimizer):
+        held = {id(parameter) for group in each.param_groups for parameter in group["params"]}
+        names = [name for name, parameter in cut.items() if id(parameter) in held]
+        if names and not is_elementwise(each):
+            raise ConfigurationError(
+                f"{type(each).__name__} may compute an update from a whole matrix, but each tensor rank has a part of "
+                f"{names[0]} and of {len(names) - 1} more parameters. Use an optimizer of torch.optim that updates "
+                "each element by itself (AdamW, SGD, ...), or leave these parameters whole: tensor_parallel_plan={"
+                f"{names[0].rpartition('.')[0]!r}: 'replicate', ...}}."
+            )

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pp.sharding.fsdp import ShardedUnits
-from lightning_pp.sharding.gradients.replicated import ReplicatedGradients, broadcast_parameters
+from lightning_pp.sharding.gradients.replicated import ReplicatedGradients, broadcast_values
 from lightning_pp.sharding.gradients.shared import SharedParameters
 from lightning_pp.split.memory.state_memory import ParameterSize, StateSizes
 
@@ -194,7 +194,7 @@ def broadcast() -> bool:
     rank = dist.get_rank()
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     module = _Values(rank)
-    broadcast_parameters(module, groups[rank // 2])
+    broadcast_values([*module.parameters(), *module.buffers()], groups[rank // 2])
     expected = _Values(rank - rank % 2)
     assert module.alias is module.weight
     return all(torch.equal(a, b) for a, b in zip(_tensors(module), _tensors(expected), strict=True))
