@@ -61,6 +61,14 @@ _call_callback_hooks: Callable[..., None] = private(f"{_PYTORCH}.trainer.call._c
 _call_lightning_module_hook: Callable[..., Any] = private(f"{_PYTORCH}.trainer.call._call_lightning_module_hook")
 # the trainer that a module is attached to; None without one, where ``module.trainer`` raises
 trainer_of: Callable[[pl.LightningModule], pl.Trainer | None] = reader_of("lightning.pytorch.LightningModule._trainer")
+# the loop whose batches the trainer runs just now
+active_loop: Callable[[pl.Trainer], Any] = reader_of("lightning.pytorch.Trainer._active_loop")
+# the argument ``log_model`` of a logger of W&B
+uploads_checkpoints: Callable[[WandbLogger], object] = reader_of("lightning.pytorch.loggers.WandbLogger._log_model")
+# by stage what the callback counts with, after its ``setup``
+throughputs_of: Callable[[ThroughputMonitor], Mapping[Any, Any]] = reader_of(
+    "lightning.pytorch.callbacks.ThroughputMonitor._throughputs"
+)
 # what the last ``forward`` of a metric returned; None after an ``update``
 value_on_batch: Callable[[Metric], Any] = reader_of("torchmetrics.Metric._forward_cache")
 # by name of a state of a metric, how those of several processes become one; None: they are stacked
@@ -246,11 +254,11 @@ def data_source_of(loop: Any) -> DataLoaderSource:
 def training_loaders_untouched(trainer: pl.Trainer) -> Iterator[None]:
     """Afterwards the loop asks for its loaders as before, also where the number of steps was asked for within."""
     loop = trainer.fit_loop
-    before, source = loop._combined_loader, vars(loop._data_source).copy()
+    source = vars(loop._data_source).copy()
     try:
-        yield
+        with _kept(loop, "_combined_loader"):
+            yield
     finally:
-        loop._combined_loader = before
         vars(loop._data_source).clear()
         vars(loop._data_source).update(source)
 
@@ -345,18 +353,6 @@ def hook_that_logs_kept(trainer: pl.Trainer) -> AbstractContextManager[None]:
 
 
 # ---------------------------------------------------------------- callbacks
-
-
-@uses("lightning.pytorch.callbacks.ThroughputMonitor._throughputs")
-def throughputs_of(callback: ThroughputMonitor) -> list[Any]:
-    """What ``callback`` counts with, after its ``setup``."""
-    return list(callback._throughputs.values())
-
-
-@uses("lightning.pytorch.loggers.WandbLogger._log_model")
-def uploads_checkpoints(logger: WandbLogger) -> bool:
-    """The argument ``log_model`` of ``logger``."""
-    return bool(logger._log_model)
 
 
 @uses("lightning.pytorch.callbacks.ModelSummary._summary")

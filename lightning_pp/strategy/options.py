@@ -27,16 +27,7 @@ from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The strategy's arguments that concern a run, and not the plan of its pipeline.
-
-    Attributes:
-        compile: True, or options of ``torch.compile``.
-        meta_init: Whether parameters are made without memory.
-        save_distributed_checkpoint: Whether checkpoints are folders.
-        async_checkpoint: Whether they are written while training goes on.
-        initial_weights: What to start from.
-        deadlock_seconds: The run ends if all ranks have waited so long.
-        preemption_seconds: How long a batch may take to begin, after a signal.
+    """The strategy's arguments that concern a run, and not the plan of its pipeline; see :class:`StrategyOptions`.
 
     Raises:
         ConfigurationError: A value is not of its kind.

@@ -24,7 +24,7 @@ from lightning_pp.schedule import StageCosts
 from lightning_pp.strategy._lightning_private import accumulates, allow_compiled_modules, replace_search_for_last
 from lightning_pp.strategy.checkpoints.averaging import leave_averages_to_strategy
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
-from lightning_pp.strategy.checkpoints.last import LastCheckpoints, last_at_url
+from lightning_pp.strategy.checkpoints.last import good_one, last_at_url
 from lightning_pp.strategy.faults.run_watch import RunWatch
 from lightning_pp.strategy.faults.unequal_data import ShortestLoader
 from lightning_pp.strategy.lightning.launcher import RunLauncher
@@ -67,8 +67,8 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         self.options.schedule.source.check_sizes(self._asked_sizes[0])
         replace_search_for_last(last_at_url)
         allow_compiled_modules(lambda strategy: isinstance(strategy, MeshStrategy) and strategy.is_plain)
-        self.last_checkpoints = LastCheckpoints()
-        """Where ``ckpt_path="last"`` has looked."""
+        self.last_checkpoints: set[str] = set()
+        """The folders in which ``ckpt_path="last"`` has looked, until something is loaded."""
         self.runs_no_batch = False
         """Whether the run under way is over no batches (``limit_val_batches=0``), so that there is no pipeline yet."""
         self._checkpoints = Checkpoints(
@@ -303,7 +303,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         weights_only = self.weights_only if weights_only is None else weights_only
         self._checkpoints.wait()
         ranks = None if self.is_plain else self._checkpoints.ranks
-        checkpoint_path = self.last_checkpoints.good_one(checkpoint_path, weights_only, ranks)
+        checkpoint_path = good_one(self.last_checkpoints, checkpoint_path, weights_only, ranks)
         if not self.is_plain:
             return self._checkpoints.open(checkpoint_path, weights_only)
         if is_folder(location := checkpoint_at(checkpoint_path)):
@@ -340,7 +340,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         """Reports to the other ranks, and abandons their groups, so that none waits for this one."""
         self._watch.note(exception)
         self._checkpoints.give_up()
-        self.last_checkpoints.forget()
+        self.last_checkpoints.clear()
         super().on_exception(exception)
 
     @with_stages
@@ -350,7 +350,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         self._watch.end(is_interrupted=self._is_interrupted)
         self._pipeline.detach()
         self._checkpoints.close()
-        self.last_checkpoints.forget()
+        self.last_checkpoints.clear()
         self.checkpoint_io.teardown()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()

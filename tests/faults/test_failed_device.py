@@ -23,7 +23,7 @@ from small_models import Blocks
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.distributed.groups import default_timeout, timeout_of_groups
-from lightning_pp.strategy.faults import failed_device
+from lightning_pp.strategy.faults import ends
 from lightning_pp.strategy.pipeline import HeldPipeline
 
 
@@ -72,7 +72,7 @@ def fit_on_a_device_that_does_not_let_go(folder: Path) -> None:
     with (
         patch.object(PipelineParallelStrategy, "has_device", PropertyMock(return_value=True)),
         patch.object(HeldPipeline, "channels", PropertyMock(return_value=[NeverEnds()])),
-        patch.object(failed_device, "_ABORT_S", 3.0),
+        patch.object(ends, "_ABORT_S", 3.0),
     ):
         strategy = PipelineParallelStrategy(2, num_microbatches=2)
         pl.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET).fit(Failing(), loader(16))

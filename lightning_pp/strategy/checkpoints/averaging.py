@@ -7,8 +7,7 @@ weights as ``state_dict``, the current ones beside them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from lightning_pp.strategy._lightning_private import averaging_options, set_aver
 from lightning_pp.strategy._torch_private import children_of, is_persistent
 from lightning_pp.strategy.checkpoints.checkpoints import Checkpoints
 from lightning_pp.strategy.lightning.callbacks import callbacks_of
+from lightning_pp.strategy.lightning.patching import replaced_in_class
 
 _AVERAGING = "averaging_state"
 
@@ -33,21 +33,12 @@ def leave_averages_to_strategy(trainer: pl.Trainer) -> None:
     """Before the callbacks' ``setup``: they shall not copy the whole module; what a subclass does there, it does."""
     for callback in callbacks_of(trainer):
         if isinstance(callback, WeightAveraging) and "setup" not in vars(callback):
-            vars(callback)["setup"] = _without_copies()(partial(_set_up, callback))
+            without_copies = replaced_in_class(WeightAveraging, "setup", lambda *_, **__: None)
+            vars(callback)["setup"] = without_copies(partial(_set_up, callback))
 
 
 def _set_up(callback: WeightAveraging, *args: Any, **kwargs: Any) -> None:
     type(callback).setup(callback, *args, **kwargs)
-
-
-@contextmanager
-def _without_copies() -> Iterator[None]:
-    copies = WeightAveraging.setup
-    WeightAveraging.setup = lambda *_, **__: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        WeightAveraging.setup = copies  # type: ignore[method-assign]
 
 
 def average_own_part(trainer: pl.Trainer, module: pl.LightningModule, checkpoints: Checkpoints) -> None:

@@ -89,14 +89,7 @@ class Checkpoints:
             )
 
     def attach(self, trainer: pl.Trainer, engine: PipelineEngine, part: RankPart, checkpoint_io: CheckpointIO) -> None:
-        """Takes over the checkpoints of a run of the trainer.
-
-        Args:
-            trainer: The trainer.
-            engine: Runs the pipeline.
-            part: What this rank holds.
-            checkpoint_io: Writes, reads and removes single files.
-        """
+        """Takes over the checkpoints of a run of the trainer; the arguments are those of :class:`_Run`."""
         data, self._early_data = self._early_data or DataPosition(trainer), None
         self._run = _Run(engine, part, checkpoint_io, data)
         if self._in_background and self._background is None:
@@ -256,14 +249,13 @@ class Checkpoints:
 
     def _remove(self, path: str) -> None:
         location = locate(path)
-        if is_remote(location):
-            if is_folder(location):
-                remove_folder(location)
-                return
+        if not is_remote(location):
+            self._attached.checkpoint_io.remove_checkpoint(location)
+        elif is_folder(location):
+            remove_folder(location)
+        else:
             with naming(location, "removed"):
                 self._attached.checkpoint_io.remove_checkpoint(str(location))
-        else:
-            self._attached.checkpoint_io.remove_checkpoint(location)
 
     def _then(self, action: Callable[[], None]) -> None:
         """Does something on the root when the save under way is in its place; every rank calls it."""

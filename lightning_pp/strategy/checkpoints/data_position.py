@@ -34,11 +34,7 @@ _FOLLOWED = "_lightning_pp_pass"
 
 
 class DataPosition:
-    """The loaders of a training.
-
-    Args:
-        trainer: Whose training it is.
-    """
+    """The loaders of the training of ``trainer``."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -157,12 +153,7 @@ class DataPosition:
 
 
 class _Pass:
-    """One pass of a loader over its data.
-
-    Args:
-        loader: The loader.
-        position: The training's.
-    """
+    """One pass of ``loader`` over its data; ``position`` is the training's."""
 
     def __init__(self, loader: Any, position: DataPosition) -> None:
         self.loader, self.position = loader, position

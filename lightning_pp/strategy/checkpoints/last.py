@@ -5,7 +5,7 @@ folders in object stores have none of: there, the table of contents stands for t
 folder without one is not a checkpoint.
 
 Lightning looks for the checkpoint before the processes can speak with each other. So what it found is only noted there
-(:class:`LastCheckpoints`), and compared with its checksums when it is about to be loaded.
+(``strategy.last_checkpoints``), and compared with its checksums when it is about to be loaded.
 """
 
 from __future__ import annotations
@@ -25,60 +25,48 @@ from lightning_pp.strategy._lightning_private import folder_of
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 
 
-class LastCheckpoints:
-    """The folders in which ``ckpt_path="last"`` has looked, until something is loaded."""
+def good_one(noted: set[str], path: str | Path, weights_only: bool | None, ranks: Ranks | None) -> str | Path:
+    """What to load in place of ``path``: itself, or the newest good one beside it if it was found as the last.
 
-    def __init__(self) -> None:
-        self._folders: set[str] = set()
+    All of the checkpoint is compared with its checksums. A path that the user named is returned as it is.
 
-    def note(self, folder: str) -> None:
-        """Notes a folder in which Lightning looks for the last checkpoint."""
-        self._folders.add(folder)
+    Args:
+        noted: The folders in which ``ckpt_path="last"`` has looked. Emptied: a path that is loaded from now on is one
+            that the user named.
+        path: What Lightning is about to load; the root's counts.
+        weights_only: As in ``torch.load``.
+        ranks: All ranks, of which each reads its share; None for a process alone.
 
-    def forget(self) -> None:
-        """Lets a path that is loaded from now on be one that the user named."""
-        self._folders.clear()
+    Raises:
+        CheckpointError: On all ranks: no checkpoint there is good; names all of them.
+    """
+    folders = set(noted)
+    noted.clear()
+    if ranks is not None:
+        path, folders = from_root((str(path), folders), ranks)
+    here = checkpoint_at(path)
+    if str(here.parent if is_remote(here) else here.absolute().parent) not in {
+        str(locate(folder)) for folder in folders
+    }:
+        return path
+    from lightning_pp.checkpoint.reading.newest_good import checkpoints_in, newest_good
 
-    def good_one(self, path: str | Path, weights_only: bool | None, ranks: Ranks | None) -> str | Path:
-        """What to load in place of ``path``: itself, or the newest good one beside it if it was found as the last.
-
-        All of the checkpoint is compared with its checksums. A path that the user named is returned as it is.
-
-        Args:
-            path: What Lightning is about to load; the root's counts.
-            weights_only: As in ``torch.load``.
-            ranks: All ranks, of which each reads its share; None for a process alone.
-
-        Raises:
-            CheckpointError: On all ranks: no checkpoint there is good; names all of them.
-        """
-        folders = set(self._folders)
-        self.forget()
-        if ranks is not None:
-            path, folders = from_root((str(path), folders), ranks)
-        here = checkpoint_at(path)
-        if str(here.parent if is_remote(here) else here.absolute().parent) not in {
-            str(locate(folder)) for folder in folders
-        }:
-            return path
-        from lightning_pp.checkpoint.reading.newest_good import checkpoints_in, newest_good
-
-        candidates = [here]
-        with fail_together_if_several(ranks):
-            if ranks is None or ranks.is_root:
-                target = _target(candidates[0])
-                near = _target(here.parent)
-                beside = [other for other in checkpoints_in(here.parent) if _target(other.parent) == near]
-                candidates += [other for other in beside if _target(other) != target]
-        found = newest_good(candidates, weights_only=weights_only, ranks=ranks)
-        if not found.damaged:
-            return path
-        reasons = "\n".join(f"- {reason}" for _, reason in found.damaged)
-        rank_zero_warn(
-            f"ckpt_path='last' takes {found.path}, because newer checkpoints cannot be read ({len(found.damaged)}). "
-            f"Training repeats the steps since then.\n{reasons}"
-        )
-        return str(found.path)
+    candidates = [here]
+    with fail_together_if_several(ranks):
+        if ranks is None or ranks.is_root:
+            target = _target(candidates[0])
+            near = _target(here.parent)
+            beside = [other for other in checkpoints_in(here.parent) if _target(other.parent) == near]
+            candidates += [other for other in beside if _target(other) != target]
+    found = newest_good(candidates, weights_only=weights_only, ranks=ranks)
+    if not found.damaged:
+        return path
+    reasons = "\n".join(f"- {reason}" for _, reason in found.damaged)
+    rank_zero_warn(
+        f"ckpt_path='last' takes {found.path}, because newer checkpoints cannot be read ({len(found.damaged)}). "
+        f"Training repeats the steps since then.\n{reasons}"
+    )
+    return str(found.path)
 
 
 def _target(location: Location) -> str:
@@ -91,8 +79,8 @@ def last_at_url(callback: ModelCheckpoint, trainer: pl.Trainer) -> set[str] | No
         return None
     folder = str(folder_of(callback, trainer))
     noted = getattr(trainer.strategy, "last_checkpoints", None)
-    if isinstance(noted, LastCheckpoints):
-        noted.note(folder if is_url(folder) else os.path.abspath(folder))
+    if isinstance(noted, set):
+        noted.add(folder if is_url(folder) else os.path.abspath(folder))
     if not is_url(folder) or not is_remote(location := locate(folder)):
         return None
     pattern = re.compile(rf"{re.escape(callback.CHECKPOINT_NAME_LAST)}(-\d+)?.*{re.escape(callback.FILE_EXTENSION)}")

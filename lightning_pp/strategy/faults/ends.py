@@ -1,26 +1,33 @@
-"""Runs that end early: by ``exit()``, interrupted twice, or with nothing trained."""
+"""Runs that end early: by ``exit()``, interrupted twice, with nothing trained, or with a device that waits.
+
+After an exception, receives on a device wait for messages that no rank sends any more. Whoever waits for the device
+after that waits for ever, be it to free memory or to print the error.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import sys
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_pp.distributed.groups import abort_all, are_aborted
+
+_ABORT_S = 10.0
 _log = logging.getLogger(__name__)
 
 
 def refuse_code_zero(exception: BaseException, rank: int) -> None:
     """Has ``exit()`` and ``exit(0)`` within a run end the process with 1, since what it is part of is not finished.
 
-    Args:
-        exception: What has ended the run on this rank.
-        rank: This rank's number.
+    ``exception`` has ended the run on ``rank``.
     """
     if isinstance(exception, SystemExit) and not isinstance(exception, SIGTERMException) and not exception.code:
         exception.code = 1
@@ -64,3 +71,32 @@ def warn_nothing_trained(trainer: pl.Trainer) -> None:
     else:
         advice = "Neither limit was reached: check hooks that end an epoch, and what the loader returns."
     rank_zero_warn(f"This fit has trained no batch: it began and ended at {numbers}. {advice}")
+
+
+def end_device_work(channels: Iterable[Any], error: BaseException | None = None) -> None:
+    """Ends what the device waits in; if it does not let go, prints the error and ends the process, with code 1.
+
+    Args:
+        channels: Of this rank's pipeline, beside the groups that the process is in.
+        error: What ended the run; None: another rank's failure, and the process is not ended here.
+    """
+    if abort_all(channels, _ABORT_S) or error is None:
+        return
+    sys.excepthook(type(error), error, error.__traceback__)
+    print(  # noqa: T201
+        f"lightning_pp: the process is ended, because its device did not release it within {_ABORT_S:.0f} s after the "
+        "exception.",
+        file=sys.stderr,
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def refuse_aborted_groups() -> None:
+    """Raises ``RuntimeError`` where an exception in an earlier run has ended the groups of this process."""
+    if are_aborted():
+        raise RuntimeError(
+            "An exception ended an earlier run in this process, and the communicators of its device with it. No other "
+            "run can follow in this process. Start the job again, with ckpt_path= for the last checkpoint."
+        )

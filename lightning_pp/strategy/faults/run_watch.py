@@ -10,11 +10,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pp.distributed.watch.this_rank import Position, ThisRank
-from lightning_pp.strategy.faults.ends import end_at_once_when_interrupted_again, refuse_code_zero
-from lightning_pp.strategy.faults.failed_device import end_device_work
+from lightning_pp.strategy.faults.ends import end_at_once_when_interrupted_again, end_device_work, refuse_code_zero
 from lightning_pp.strategy.faults.failed_run import FailedRuns
-from lightning_pp.strategy.faults.preemption import Preemption
-from lightning_pp.strategy.faults.signal_deadline import SignalDeadline
+from lightning_pp.strategy.faults.preemption import Preemption, SignalDeadline
 from lightning_pp.strategy.faults.tracebacks import main_thread_stack
 from lightning_pp.strategy.faults.unequal_data import DataProgress, check_num_batches
 from lightning_pp.strategy.lightning.launcher import RunLauncher
@@ -26,12 +24,7 @@ if TYPE_CHECKING:
 
 
 class RunWatch:
-    """Watches the runs of one strategy, and reports this rank's progress to the others.
-
-    Args:
-        strategy: Whose runs they are.
-        pipeline: What it holds.
-    """
+    """Watches the runs of ``strategy``, which holds ``pipeline``, and reports this rank's progress to the others."""
 
     def __init__(self, strategy: PipelineParallelStrategy, pipeline: HeldPipeline) -> None:
         self._strategy = strategy

@@ -9,11 +9,20 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_pp.distributed.meeting import among_all_ranks
 from lightning_pp.distributed.watch.this_rank import Progress
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.strategy._lightning_private import active_loop
+
+_DATA = {
+    RunningStage.TRAINING: "training",
+    RunningStage.SANITY_CHECKING: "validation",
+    RunningStage.VALIDATING: "validation",
+    RunningStage.TESTING: "test",
+    RunningStage.PREDICTING: "prediction",
+}
 
 
 def check_num_batches(trainer: pl.Trainer) -> None:
@@ -24,7 +33,8 @@ def check_num_batches(trainer: pl.Trainer) -> None:
     Raises:
         ConfigurationError: On all ranks: the numbers differ.
     """
-    what, mine = _numbers(trainer)
+    what, numbers = _DATA[trainer.state.stage], active_loop(trainer).max_batches  # type: ignore[index]
+    mine: list[float] = list(numbers) if isinstance(numbers, Sequence) else [numbers]
     of_all: list[Any] = [None] * dist.get_world_size()
     with among_all_ranks():
         dist.all_gather_object(of_all, mine)
@@ -52,7 +62,9 @@ class DataProgress:
         """Notes the batch whose step the trainer is about to run; those of a sanity check are passed over."""
         if trainer.sanity_checking:  # has passes of its own
             return
-        what, batches = _batches(trainer)
+        loop = active_loop(trainer)
+        batches = (loop.epoch_loop if trainer.training else loop).batch_progress
+        what = _DATA[trainer.state.stage]  # type: ignore[index]
         number = batches.current.ready
         self._last = Progress(what, batches.total.ready - number, number, batches.is_last_batch)
         self._begun[what] = self._last, batches
@@ -72,19 +84,6 @@ class DataProgress:
             begun._replace(has_ended=begun.has_ended and batches.current.completed == begun.num_batches)
             for begun, batches in tuple(self._begun.values())
         ]
-
-
-def _batches(trainer: pl.Trainer) -> tuple[str, Any]:
-    """What the trainer runs over just now, and how far its loop has come."""
-    stage = trainer.state.stage
-    if stage == RunningStage.TRAINING:
-        return "training", trainer.fit_loop.epoch_loop.batch_progress
-    if stage == RunningStage.VALIDATING:
-        is_fit = trainer.state.fn == TrainerFn.FITTING
-        return "validation", (trainer.fit_loop.epoch_loop.val_loop if is_fit else trainer.validate_loop).batch_progress
-    if stage == RunningStage.TESTING:
-        return "test", trainer.test_loop.batch_progress
-    return "prediction", trainer.predict_loop.batch_progress
 
 
 class ShortestLoader:
@@ -125,20 +124,6 @@ class ShortestLoader:
         batches, nothing = iter(self.loader), object()
         while self._agree((batch := next(batches, nothing)) is not nothing):
             yield batch
-
-
-def _numbers(trainer: pl.Trainer) -> tuple[str, list[float]]:
-    """The kind of data of the run, and the number of batches of each loader."""
-    stage = trainer.state.stage
-    if stage == RunningStage.TRAINING:
-        return "training", [trainer.num_training_batches]
-    if stage == RunningStage.SANITY_CHECKING:
-        return "validation", list(trainer.num_sanity_val_batches)
-    if stage == RunningStage.VALIDATING:
-        return "validation", list(trainer.num_val_batches)
-    if stage == RunningStage.TESTING:
-        return "test", list(trainer.num_test_batches)
-    return "prediction", list(trainer.num_predict_batches)
 
 
 def _written(numbers: Sequence[float]) -> str:

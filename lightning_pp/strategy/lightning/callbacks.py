@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,29 +20,37 @@ def callbacks_of(trainer: pl.Trainer) -> list[Any]:
 
 
 def adapt_callbacks(trainer: pl.Trainer, split: Callable[[], SplitModel], sizes: ParallelSizes) -> None:
-    """Has the callbacks of ``trainer`` speak of the model and not of a stage, and of replicas and not of ranks.
+    """Has the callbacks of ``trainer`` speak of the user's model and not of a stage, and of replicas and not of ranks.
 
     Args:
         trainer: After the ``setup`` of its callbacks.
         split: Gives the model as it is cut by the time of the summary.
         sizes: Of the mesh.
     """
-    summarize_whole_model(trainer, split)
+
+    def of_all(original: Callable[..., Any]) -> Callable[..., WholeSummary]:
+        def summary(*args: Any) -> WholeSummary:
+            fakes = split().fake_parameters
+            # of parameters that are cut, fakes have the whole shape
+            with fakes.all_parameters() if split().tensor is None else fakes.all_fake(lambda fake, name: None):
+                return WholeSummary(original(*args), split())
+
+        return summary
+
     for callback in callbacks_of(trainer):
+        if isinstance(callback, ModelSummary):
+            replace_summary(callback, of_all)
         if isinstance(callback, ThroughputMonitor):
-            for throughput in throughputs_of(callback):  # a batch is a replica's, whose devices share its operations
+            for throughput in throughputs_of(
+                callback
+            ).values():  # a batch is a replica's, whose devices share its operations
                 throughput.world_size = sizes.data_parallel
                 if throughput.available_flops is not None and callback.available_flops is not None:
                     throughput.available_flops = callback.available_flops * sizes.ranks_of_batch
 
 
 class WholeSummary:
-    """The numbers of a model summary, counted while all parameters were there; later this rank may have only a part.
-
-    Args:
-        summary: Lightning's.
-        split: The model as it is cut.
-    """
+    """The numbers of Lightning's summary, counted while all parameters were there; later a rank may have a part."""
 
     def __init__(self, summary: Any, split: SplitModel) -> None:
         self.total_parameters: int = summary.total_parameters
@@ -69,32 +78,6 @@ def stages_text(split: SplitModel, name: str) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
-
-
-def summarize_whole_model(trainer: pl.Trainer, split: Callable[[], SplitModel]) -> None:
-    """Has the trainer's summaries show the user's model, and not this rank's part of it.
-
-    Args:
-        trainer: The trainer.
-        split: Gives the model as it is cut by the time of the summary.
-    """
-
-    def of_all(original: Callable[..., Any]) -> Callable[..., WholeSummary]:
-        def summary(*args: Any) -> WholeSummary:
-            fakes = split().fake_parameters
-            # of parameters that are cut, fakes have the whole shape
-            with fakes.all_parameters() if split().tensor is None else fakes.all_fake(lambda fake, name: None):
-                return WholeSummary(original(*args), split())
-
-        return summary
-
-    for callback in getattr(trainer, "callbacks", []):
-        if isinstance(callback, ModelSummary):
-            replace_summary(callback, of_all)
+    # consecutive numbers have the same distance from their place
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

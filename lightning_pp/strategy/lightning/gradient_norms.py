@@ -123,9 +123,7 @@ class GradientNorms:
     @contextmanager
     def patched(self) -> Iterator[None]:
         """In the block, the two functions are these, where Lightning and torch have them and in the user's modules."""
-        originals = grads.grad_norm, torch.nn.utils.clip_grad_norm_
-
-        grad_norm, clip_grad_norm_ = originals
+        originals = grad_norm, clip_grad_norm_ = grads.grad_norm, torch.nn.utils.clip_grad_norm_
         ours = (
             functools.update_wrapper(functools.partial(self, grad_norm), grad_norm),
             functools.update_wrapper(functools.partial(self.clip_grad_norm_, clip_grad_norm_), clip_grad_norm_),

@@ -35,12 +35,7 @@ class GuardedLoggers:
         self._known: list[Logger] = []
 
     def guard(self, loggers: Sequence[Logger], rank: int) -> None:
-        """From here on errors of ``loggers`` are warnings, one for each logger.
-
-        Args:
-            loggers: Of the trainer.
-            rank: This process, for the warning.
-        """
+        """From here on errors of ``loggers`` are warnings, one for each logger, which name ``rank``."""
         for logger in loggers:
             if not any(logger is known for known in self._known):
                 self._known.append(logger)

@@ -45,7 +45,7 @@ from lightning_pp.strategy._lightning_private import (
 )
 from lightning_pp.strategy._torch_private import job_store, set_timeout
 from lightning_pp.strategy.device_queues import use_all_queues
-from lightning_pp.strategy.faults.failed_device import refuse_aborted_groups
+from lightning_pp.strategy.faults.ends import refuse_aborted_groups
 from lightning_pp.strategy.faults.flight_recorder import record_nccl
 from lightning_pp.strategy.lightning.callers import line_of_user
 from lightning_pp.strategy.lightning.launcher import RunLauncher

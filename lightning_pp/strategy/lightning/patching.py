@@ -1,4 +1,4 @@
-"""Replaces methods of one object for a while."""
+"""Replaces methods of one object, or of a class, for a while."""
 
 from __future__ import annotations
 
@@ -54,3 +54,14 @@ def replaced(target: object, **methods: Callable[..., Any]) -> Iterator[None]:
         for name in methods:
             del space[name]
         space.update(before)
+
+
+@contextmanager
+def replaced_in_class(kind: type, name: str, method: Any) -> Iterator[None]:
+    """In the block, ``kind`` itself has ``method`` under ``name``, where it has another."""
+    before = vars(kind)[name]
+    setattr(kind, name, method)
+    try:
+        yield
+    finally:
+        setattr(kind, name, before)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pp.strategy.lightning.callbacks import callbacks_of
+from lightning_pp.strategy.lightning.patching import replaced_in_class
 
 _HOOKS = ("on_fit_start", "on_train_epoch_start")
 
@@ -31,7 +32,7 @@ def finetune_whole_module(trainer: pl.Trainer, of_all_parameters: Callable[[], A
 
     @contextmanager
     def within() -> Iterator[None]:
-        with of_all_parameters(), _filtered_by_identity():
+        with of_all_parameters(), replaced_in_class(BaseFinetuning, "filter_on_optimizer", staticmethod(_not_in)):
             yield
 
     for callback in callbacks_of(trainer):
@@ -45,11 +46,7 @@ def resume_callbacks(trainer: pl.Trainer, states: dict[str, Any]) -> None:
 
     ``BaseFinetuning`` adds the groups that it had added when the checkpoint was written, so that its states fit, and a
     ``Timer`` whose time is up stops the training. Where a strategy loads after its set-up, Lightning restores
-    callbacks after ``on_fit_start``.
-
-    Args:
-        trainer: The trainer.
-        states: Of its callbacks, as the checkpoint has them.
+    callbacks after ``on_fit_start``. ``states`` are those that the checkpoint has.
     """
     for callback in callbacks_of(trainer):
         if isinstance(callback, (BaseFinetuning, Timer)) and callback.state_key in states:
@@ -57,25 +54,14 @@ def resume_callbacks(trainer: pl.Trainer, states: dict[str, Any]) -> None:
             callback.on_fit_start(trainer, trainer.lightning_module)
 
 
-@contextmanager
-def _filtered_by_identity() -> Iterator[None]:
-    """In the block, parameters are compared with those of the optimizer by identity, not by value."""
-
-    def not_in(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        params = list(params)
-        absent = [parameter for parameter in params if id(parameter) not in present]
-        if len(absent) < len(params):
-            rank_zero_warn(
-                "Parameters to unfreeze are already in the optimizer and stay in their group. Did you init your "
-                "optimizer in configure_optimizers with all parameters? Give it only those that require a gradient."
-            )
-        return absent
-
-    original = BaseFinetuning.filter_on_optimizer
-    # it compares the values of all parameters, which no stage has
-    BaseFinetuning.filter_on_optimizer = staticmethod(not_in)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        BaseFinetuning.filter_on_optimizer = staticmethod(original)  # type: ignore[method-assign]
+def _not_in(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """In place of ``filter_on_optimizer``, which compares the values of all parameters: no stage has them."""
+    present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    params = list(params)
+    absent = [parameter for parameter in params if id(parameter) not in present]
+    if len(absent) < len(params):
+        rank_zero_warn(
+            "Parameters to unfreeze are already in the optimizer and stay in their group. Did you init your "
+            "optimizer in configure_optimizers with all parameters? Give it only those that require a gradient."
+        )
+    return absent
