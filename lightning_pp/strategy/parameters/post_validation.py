@@ -10,7 +10,7 @@ the batch that it has run since, and makes both again. Results are bit for bit t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,8 +59,9 @@ class _EarlyUpdate:
 
     def is_known_to_be(self, *, within: bool) -> bool:
         """Whether the norm is there, and within the limit or not; does not wait for other ranks."""
-        is_there = self.norm.work is None or self.norm.work.is_completed()
-        return is_there and self.wait()[1] == within
+        with suppress(RuntimeError):
+            return (self.norm.work is None or self.norm.work.is_completed()) and self.wait()[1] == within
+        return False
 
 
 class PostValidation:
@@ -100,7 +101,7 @@ class PostValidation:
         self._was_within = self._is_rejected = False
         self._early: _EarlyUpdate | None = None
         self._gradients_before: list[tuple[nn.Parameter, Tensor]] = []
-        self.num_early = self.num_made_again = 0  # in this run
+        self.num_early = self.num_made_again = self.num_looked_at = 0  # in this run
 
     def clip(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], limit: float) -> None:
         """Scales the gradients so that the norm of all is at most ``limit``, or leaves them for an early update."""
@@ -150,7 +151,11 @@ class PostValidation:
         if self._early is not None:
             self.num_early += 1
             self._update.end()
-            self._guard.watch(self._update.memory_numbers, self.settle)
+            self._guard.watch(self._update.memory_numbers, self._settle_between_steps)
+
+    def _settle_between_steps(self) -> None:
+        self.num_looked_at += 1
+        self.settle()
 
     def begin_batch(self) -> bool:
         """Before a training batch; returns whether it may have to be undone."""
@@ -228,12 +233,14 @@ class PostValidation:
         if not has_failed:
             self.settle()
         elif self._early is not None and not self._early.is_known_to_be(within=True):
-            self._update.undo()
+            with suppress(RuntimeError):  # the device has failed
+                self._update.undo()
         self._early = None
         if self.num_early:
             rank_zero_info(
-                f"post_validation: {self.num_early} updates did not wait for the norm of all gradients, and "
-                f"{self.num_made_again} of them were made again with clipped gradients."
+                f"post_validation: {self.num_early} updates were made before the norm of all gradients was known. "
+                f"{self.num_made_again} of them were made again with clipped gradients. After {self.num_looked_at} of "
+                "them, rank 0 waited for the norm because code between steps used weights, gradients or states."
             )
         self._update.forget()
 

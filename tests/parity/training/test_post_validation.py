@@ -46,12 +46,14 @@ class Both:
         early: That with early updates.
         num_early: How many there were.
         num_made_again: How many of them were undone.
+        num_looked_at: After how many of them code between steps waited.
     """
 
     waiting: Outcome
     early: Outcome
     num_early: int
     num_made_again: int
+    num_looked_at: int
 
 
 def train_both(settings: Settings, layout: Layout, options: dict[str, Any]) -> Both:
@@ -60,7 +62,7 @@ def train_both(settings: Settings, layout: Layout, options: dict[str, Any]) -> B
     strategy = layout.strategy(post_validation=True, **options)
     early = train(settings, strategy, layout.world_size)
     validation = strategy.engine.post_validation
-    return Both(waiting, early, validation.num_early, validation.num_made_again)
+    return Both(waiting, early, validation.num_early, validation.num_made_again, validation.num_looked_at)
 
 
 @pytest.mark.by_day(3)
@@ -71,7 +73,7 @@ def test_early_updates_give_the_same_weights(
     settings = replace(SETTINGS, **changes)
     ranks = pool.run(train_both, settings, layout, options, world_size=layout.world_size)
     for rank in ranks:
-        assert 0 < rank.num_made_again < rank.num_early
+        assert 0 < rank.num_made_again < rank.num_early and rank.num_looked_at == 0
         assert rank.early.losses == rank.waiting.losses
         assert rank.early.val_losses == rank.waiting.val_losses
         assert rank.early.epoch_losses == rank.waiting.epoch_losses
@@ -177,7 +179,7 @@ def fit_with_state(module: type[KeepsState], callbacks: list[L.Callback], **opti
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "drawn": (random.random(), float(np.random.rand()), float(torch.rand(()))),
         "found": [number for callback in callbacks for number in getattr(callback, "found", ())],
-        "numbers": (validation.num_early, validation.num_made_again),
+        "numbers": (validation.num_early, validation.num_made_again, validation.num_looked_at),
     }
 
 
@@ -194,8 +196,9 @@ def test_what_a_step_keeps_and_what_is_seen_between_steps_are_the_same(
     pool: WorkerPool, module: type[KeepsState], callback: Callable[[], L.Callback] | None
 ) -> None:
     for waiting, early in pool.run(both_with_state, module, callback, world_size=2):
-        num_early, num_made_again = early.pop("numbers")
-        assert 0 < num_made_again < num_early and waiting.pop("numbers") == (0, 0)
+        num_early, num_made_again, num_looked_at = early.pop("numbers")
+        assert 0 < num_made_again < num_early and waiting.pop("numbers") == (0, 0, 0)
+        assert (num_looked_at > 0) == (callback is not None or module is ZeroesInPlace)
         for kind in ("weights", "buffers"):
             values, expected = early.pop(kind), waiting.pop(kind)
             assert values.keys() == expected.keys()
@@ -229,7 +232,7 @@ class HasHook(KeepsState):
         return optimizer
 
 
-def fit_and_listen(module: type[KeepsState]) -> tuple[tuple[int, int], list[str]]:
+def fit_and_listen(module: type[KeepsState]) -> tuple[tuple[int, ...], list[str]]:
     """In a worker: how many updates were early, and what was told of it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -251,4 +254,4 @@ def test_where_updates_cannot_be_undone_they_wait_and_it_is_said(
 ) -> None:
     first, second = pool.run(fit_and_listen, module, world_size=2)
     text = f"post_validation=True has no effect: {reason}. Each update waits for all ranks."
-    assert first == ((0, 0), [text]) and second[0] == (0, 0)
+    assert first == ((0, 0, 0), [text]) and second[0] == (0, 0, 0)
