@@ -200,7 +200,8 @@ class PostValidation:
         self._update.make_again(prepare)
 
     def settle_on_all(self) -> None:
-        """As :meth:`settle`, on every rank together: no batch has been run since."""
+        """As :meth:`settle`, on every rank together: no batch has been run since, and none has to be undone."""
+        self._guard.end()
         self.settle()
         self._is_rejected = False
 
