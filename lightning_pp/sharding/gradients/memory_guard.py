@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_pp.sharding._torch_private import shard_itself
-from lightning_pp.split._torch_private import memory_number
+from lightning_pp.split._torch_private import hold_memory_number, memory_number
 
 
 class MemoryGuard(TorchFunctionMode):
@@ -22,21 +22,21 @@ class MemoryGuard(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._watched: Callable[[], Iterable[int]] | None = None
-        self._numbers: frozenset[int] | None = None
+        self._watched: Callable[[], Iterable[Tensor]] | None = None
+        self._numbers: dict[int, object] | None = None  # held, so that no other memory gets one of them meanwhile
         self._on_use: Callable[[], None] = lambda: None
         self._is_entered = False
 
-    def watch(self, memory: Callable[[], Iterable[int]], on_use: Callable[[], None]) -> None:
-        """Enters it for memory of these numbers, which are looked up at the first call of a function with a tensor."""
-        self._watched, self._numbers, self._on_use = memory, None, on_use
+    def watch(self, tensors: Callable[[], Iterable[Tensor]], on_use: Callable[[], None]) -> None:
+        """Enters it for the memory of ``tensors()``, which is called before the first function with a tensor."""
+        self._watched, self._numbers, self._on_use = tensors, None, on_use
         if not self._is_entered:
             self._is_entered = True
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Leaves it; twice does no harm."""
-        self._watched = None
+        self._watched = self._numbers = None
         if self._is_entered:
             self._is_entered = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ class MemoryGuard(TorchFunctionMode):
         for tensor in _tensors_in([*args, *kwargs.values()]):
             if self._numbers is None:
                 assert self._watched is not None
-                self._numbers = frozenset(self._watched())
+                self._numbers = {memory_number(each): hold_memory_number(each) for each in self._watched()}
             local = shard_itself(tensor) if isinstance(tensor, DTensor) else tensor
             if memory_number(local) in self._numbers:
                 return True

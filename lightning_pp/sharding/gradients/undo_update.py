@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_pp.sharding._torch_private import copy_all_, shard_itself
 from lightning_pp.sharding.units.flat import gradient_like
-from lightning_pp.split._torch_private import memory_number
 
 
 class UndoableUpdate:
@@ -50,16 +49,16 @@ class UndoableUpdate:
         assert self._optimizer is not None
         self._after = _settings(self._optimizer)
 
-    def memory_numbers(self) -> Iterator[int]:
-        """Those of all memory that the update has read or written, and not only of what it had before."""
+    def tensors(self) -> Iterator[Tensor]:
+        """All that the update has read or written, and not only what it had before; of DTensors the shards."""
         assert self._optimizer is not None
         for parameter in self._parameters:
-            yield memory_number(_local(parameter))
+            yield _local(parameter)
             if parameter.grad is not None:
-                yield memory_number(_local(parameter.grad))
+                yield _local(parameter.grad)
             for value in self._optimizer.state.get(parameter, {}).values():
                 if isinstance(value, Tensor):
-                    yield memory_number(_local(value))
+                    yield _local(value)
 
     @torch.no_grad()
     def make_again(self, prepare: Callable[[list[nn.Parameter]], bool]) -> None:

@@ -151,7 +151,7 @@ class PostValidation:
         if self._early is not None:
             self.num_early += 1
             self._update.end()
-            self._guard.watch(self._update.memory_numbers, self._settle_between_steps)
+            self._guard.watch(self._update.tensors, self._settle_between_steps)
 
     def _settle_between_steps(self) -> None:
         self.num_looked_at += 1

@@ -130,8 +130,7 @@ def test_a_guard_sees_what_uses_the_memory(name: str) -> None:
     model, calls = nn.Linear(2, 2), list[str]()
     model(torch.ones(2)).sum().backward()
     guard, alias = MemoryGuard(), model.weight.data.view(-1)[1:]
-    numbers = [each.untyped_storage()._cdata for each in (model.weight.data, model.bias.data)]
-    guard.watch(lambda: numbers, lambda: calls.append(name))
+    guard.watch(lambda: (model.weight.data, model.bias.data), lambda: calls.append(name))
     try:
         (USES | NO_USES)[name](model, alias)
     finally:
