@@ -107,7 +107,7 @@ BUDGETS = {
     ("planning",): 5_518,
     ("runtime",): 4_572,
     ("checkpoint",): 3_621,
-    ("sharding",): 3_605,
+    ("sharding",): 3_600,
     ("distributed",): 2_430,
     ("tensor",): 3_078,
     ("verification",): 745,

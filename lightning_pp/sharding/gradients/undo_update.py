@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_pp.sharding._torch_private import copy_all_, shard_itself
-from lightning_pp.sharding.units.flat import gradient_like
+from lightning_pp.sharding._torch_private import copy_all_
+from lightning_pp.sharding.units.flat import gradient_like, local_tensor
 
 
 class UndoableUpdate:
@@ -37,10 +36,10 @@ class UndoableUpdate:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._parameters = [parameter for parameter in held if parameter.grad is not None]
         self._states = {parameter: dict(kept) for parameter, kept in optimizer.state.items()}
-        in_states = (value for kept in self._states.values() for value in kept.values())
-        self._originals = [*map(_local, held), *(_local(value) for value in in_states if isinstance(value, Tensor))]
+        in_states = (value for kept in self._states.values() for value in kept.values() if isinstance(value, Tensor))
+        self._originals = [*map(local_tensor, self._parameters), *map(local_tensor, in_states)]
         self._copies = _copied(self._originals, self._copies)
-        gradients = [_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        gradients = [local_tensor(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         self._gradients = _copied(gradients, self._gradients)
         self._before = _settings(optimizer)
 
@@ -53,12 +52,12 @@ class UndoableUpdate:
         """All that the update has read or written, and not only what it had before; of DTensors the shards."""
         assert self._optimizer is not None
         for parameter in self._parameters:
-            yield _local(parameter)
+            yield local_tensor(parameter)
             if parameter.grad is not None:
-                yield _local(parameter.grad)
+                yield local_tensor(parameter.grad)
             for value in self._optimizer.state.get(parameter, {}).values():
                 if isinstance(value, Tensor):
-                    yield _local(value)
+                    yield local_tensor(value)
 
     @torch.no_grad()
     def make_again(self, prepare: Callable[[list[nn.Parameter]], bool]) -> None:
@@ -78,7 +77,7 @@ class UndoableUpdate:
             if parameter.grad is None:
                 parameter.grad = gradient_like(parameter, copy)
             else:
-                _local(parameter.grad).copy_(copy)
+                local_tensor(parameter.grad).copy_(copy)
         if prepare(self._parameters):
             optimizer.step()
         for group, present, after in zip(optimizer.param_groups, now, self._after, strict=True):
@@ -106,10 +105,6 @@ class UndoableUpdate:
     def forget(self) -> None:
         """Frees the copies."""
         self.__init__()  # type: ignore[misc]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return shard_itself(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _copied(tensors: list[Tensor], copies: list[Tensor]) -> list[Tensor]:
