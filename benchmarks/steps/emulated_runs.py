@@ -183,6 +183,7 @@ class Ours:
         block: Makes the stages; a program with W needs :class:`DelayedBlock`, or weight gradients that wait.
         rank: Its place in the pipeline; None: as among all processes.
         has_tensor_ranks: As of the executor.
+        blocks_per_stage: How many blocks a stage has.
     """
 
     def __init__(
@@ -192,15 +193,18 @@ class Ours:
         block: Callable[[int], nn.Module] = DelayedBlock,
         rank: int | None = None,
         has_tensor_ranks: bool = False,
+        blocks_per_stage: int = 1,
     ) -> None:
         rank, m = dist.get_rank() if rank is None else rank, schedule.num_microbatches
         self.num_actions = len(schedule.programs[rank])
-        self.num_sleeps = 3 * m * len(schedule.placement.stages_of_rank(rank))
+        self.num_sleeps = 3 * m * blocks_per_stage * len(schedule.placement.stages_of_rank(rank))
         torch.manual_seed(0)
         batches = torch.randn(m, 2, WIDTH).unbind()
-        num_stages = schedule.placement.num_stages
-        module = Model(num_stages, block)
-        split = cut_before(module, batches[0], schedule.placement, range(1, num_stages))
+        num_blocks = blocks_per_stage * schedule.placement.num_stages
+        module = Model(num_blocks, block)
+        split = cut_before(
+            module, batches[0], schedule.placement, range(blocks_per_stage, num_blocks, blocks_per_stage)
+        )
         split.fake_parameters.release(split.owned_by(rank))
         plan = split.plans.plan(
             signature_of(batches[0]), lambda _: module.training_step(batches[0]), with_gradients=True

@@ -10,8 +10,8 @@ Blocks of a GPT run F and I of eight microbatches, then their W. What W does dif
 CPU times of one thread, medians of many runs. Before it measures, it compares all gradients with those of ``torch``.
 Then it counts how many W there are to be joined in schedules: those in a row of W of one stage.
 
-    OMP_NUM_THREADS=1 python benchmarks/steps/joined_weights.py
-    OMP_NUM_THREADS=1 python benchmarks/steps/joined_weights.py --dim 512 --precision bf16-mixed --rows 1
+    OMP_NUM_THREADS=1 python benchmarks/costs/joined_weights.py
+    OMP_NUM_THREADS=1 python benchmarks/costs/joined_weights.py --dim 512 --precision bf16-mixed --rows 1
 """
 
 from __future__ import annotations
