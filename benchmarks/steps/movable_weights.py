@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -72,7 +72,7 @@ class Draws:
 class _Rank:
     """What one rank has left of a step."""
 
-    def __init__(self, program: tuple[Action, ...], rank: int, durations: Mapping[tuple[int, int], float]) -> None:
+    def __init__(self, program: Sequence[Action], rank: int, durations: Mapping[tuple[int, int], float]) -> None:
         self.rank, self._durations = rank, durations
         self.left = {place: (action, durations[rank, place]) for place, action in enumerate(program)}
 
@@ -243,10 +243,10 @@ class RandomSleeps:
         self._options, self.draws = options, Draws(0, options.variation)
         self.ms = 0.0
 
-    def sleep(self, block: int, kind: Kind) -> None:
-        """One of a block."""
+    def sleep(self, stage: int, kind: Kind) -> None:
+        """One of a block, which stands for a stage here."""
         pieces = self._options.pieces
-        share = self.draws.next(block // pieces, kind, pieces)
+        share = self.draws.next(stage // pieces, kind, pieces)
         time.sleep(self.ms / 1e3 / pieces * share)
 
 
@@ -262,7 +262,7 @@ class Row:
 def run_rank(rank: int, num_ranks: int, options: argparse.Namespace) -> list[Row]:
     """One process: all schedules, in each the orders in turns."""
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    executor._Step = MovingStep  # type: ignore[misc]
+    executor._Step = MovingStep  # type: ignore[misc, assignment]
     transport, sleeps = WatchedTransport(num_ranks, rank), RandomSleeps(options)
     SLEEPS.sleep = sleeps.sleep  # type: ignore[method-assign]
     rows = []

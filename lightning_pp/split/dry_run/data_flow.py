@@ -56,7 +56,6 @@ class ValueRead:
     line: str
     sources: frozenset[Source]
     num_calls_before: int
-    is_branch: bool = False
 
 
 class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
@@ -247,8 +246,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         """Records that Python looks at the content of ``tensor``, and returns something for it to see."""
         self._note(self.sources_of(tensor))
         if self.call is None:
-            is_branch = tensor.dtype is torch.bool
-            self.value_reads.append(ValueRead(user_line(), self.origins_of(tensor), self.num_calls, is_branch))
+            self.value_reads.append(ValueRead(user_line(), self.origins_of(tensor), self.num_calls))
         else:
             self.call_reads_data = True
         if not self._reads_as_fake(tensor):

@@ -409,8 +409,6 @@ class DryRun:
                     raise refusal
                 record.early_reads = {**dict.fromkeys(range(before, num_calls), str(refusal)), **record.early_reads}
             record.value_reads_in_tail.append(read.line)
-            if read.is_branch:
-                record.branches_on_weights.add(read.line)
         if with_gradients:
             loss = result.get("loss") if isinstance(result, Mapping) else result
             roots: dict[Value | None, Any] = dict(self._marker_nodes.items())

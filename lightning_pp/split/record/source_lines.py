@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import traceback
@@ -10,10 +11,18 @@ from types import FrameType
 
 import torch
 
+
+def package_folders(*packages: str) -> tuple[str, ...]:
+    """Where the packages that are installed lie."""
+    specs = [importlib.util.find_spec(package) for package in packages]
+    return tuple(os.path.dirname(spec.origin) + os.sep for spec in specs if spec is not None and spec.origin)
+
+
 _TORCH_FOLDER = os.path.dirname(torch.__file__)
 _OWN_FOLDER = str(Path(__file__).parents[2])
 UNKNOWN_LINE = "an unknown line"
 SKIPPED = (_TORCH_FOLDER + os.sep, _OWN_FOLDER + os.sep, "<")
+NOT_THE_USERS = (*SKIPPED, *package_folders("lightning", "lightning_utilities", "pytorch_lightning"))
 
 
 def user_line() -> str:

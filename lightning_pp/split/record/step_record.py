@@ -391,7 +391,6 @@ class StepRecord:
         reads_progress: Whether the step may depend on how far the training is.
         value_reads_in_tail: Lines that read a weight-dependent value (``.item()``) after the last call.
         early_reads: Indices of the calls after such a line, all on the last stage, to the error where they are not.
-        branches_on_weights: Those of them that Python makes a truth value of (``if loss > 2``).
         mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
         reductions: Calls, outside units, of functions that decide how values grow with the batch.
         has_dynamic_shapes: Whether values of the batch decide shapes or Python integers outside units (``loss[mask]``,
@@ -425,7 +424,6 @@ class StepRecord:
     reads_progress: bool = False
     value_reads_in_tail: list[str] = field(default_factory=list)
     early_reads: Mapping[int, str] = field(default_factory=dict)
-    branches_on_weights: set[str] = field(default_factory=set)
     mutated_attributes: tuple[tuple[str, str], ...] = ()
     reductions: Sequence[Reduction] = ()
     has_dynamic_shapes: bool = False

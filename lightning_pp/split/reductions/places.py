@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import os
 import sys
 from functools import lru_cache
 from types import CodeType, FrameType
 
 from lightning_pp.split._torch_private import running_autograd_function
 from lightning_pp.split.record.reduction import Place, Site
-from lightning_pp.split.record.source_lines import SKIPPED
+from lightning_pp.split.record.source_lines import NOT_THE_USERS, package_folders
 
-
-def _folders(*packages: str) -> tuple[str, ...]:
-    specs = [importlib.util.find_spec(package) for package in packages]
-    return tuple(os.path.dirname(spec.origin) + os.sep for spec in specs if spec is not None and spec.origin)
-
-
-_NOT_THE_USERS = (*SKIPPED, *_folders("lightning", "lightning_utilities", "pytorch_lightning"))
-_METRICS, _TORCH = _folders("torchmetrics"), _folders("torch")
+_METRICS, _TORCH = package_folders("torchmetrics"), package_folders("torch")
 
 
 class Places:
@@ -52,7 +43,7 @@ def is_called_by_user() -> bool:
         frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith(_TORCH)
     ):
         frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+    return frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_USERS)
 
 
 def _position(frame: FrameType) -> tuple[int | None, ...]:
@@ -71,7 +62,7 @@ def _user_frame() -> FrameType | None:
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not filename.startswith(_NOT_THE_USERS):
+        if not filename.startswith(NOT_THE_USERS):
             return None if filename.startswith(_METRICS) else frame
         frame = frame.f_back
     return None

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from lightning_pp.errors import enumerate_names
 from lightning_pp.split.comparison.consistency import Culprit, is_close
-from lightning_pp.split.comparison.decisions import Decisions
 from lightning_pp.split.data.tree import leaves_of
 from lightning_pp.strategy.batch.run import BatchRun
 from lightning_pp.strategy.batch.scaling import PER_MICROBATCH
@@ -89,7 +88,7 @@ class Difference:
         parts: Of the whole, from its parts.
         of_parts: Of each part alone, for a loss.
         is_attribute: Whether it is what the step leaves in an attribute.
-        branch: A line that branches by weights, for a part otherwise than for the whole; empty for none.
+        branch: A line at which a part takes another branch than the whole; empty for none.
     """
 
     what: str
@@ -150,17 +149,9 @@ def find_differences(step: str, whole: Observed, parts: Observed, tolerance: flo
         *_log_differences(step, whole, parts, tolerance),
         *_output_differences(step, whole, parts, tolerance),
     ]
-    branches = _lines_that_branch_otherwise(whole.run.scopes.decisions, parts.run.scopes.decisions) if found else []
+    of_whole, of_parts = whole.run.scopes.decisions, parts.run.scopes.decisions
+    branches = of_whole.lines_that_differ(of_parts) if found and of_whole and of_parts else []
     return [replace(each, branch=branches[0]) for each in found] if branches else found
-
-
-def _lines_that_branch_otherwise(whole: Decisions | None, parts: Decisions | None) -> list[str]:
-    if whole is None or parts is None:
-        return []
-    (of_whole,) = whole.taken.values() or [frozenset()]
-    results = {line: {result for at, result in of_whole if at == line} for line, _ in of_whole}
-    others = [(line, result) for taken in parts.taken.values() for line, result in taken]
-    return sorted({line for line, result in others if result not in results.get(line, {result})})
 
 
 def _loss_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
@@ -296,8 +287,8 @@ _AS_ONE_BATCH = "num_microbatches=1 on the strategy predicts each batch in one p
 def _reason(difference: Difference, culprit: Culprit | None, whole_batch: str) -> str:
     if difference.branch:
         return (
-            f"{difference.branch} branches by a value that depends on weights. A part takes another branch than the "
-            f"whole, whose value decides on one device. {whole_batch}"
+            f"A part takes another branch at {difference.branch} than the whole, and on one device the whole decides. "
+            f"{whole_batch}"
         )
     if culprit is not None and culprit.unit is not None:
         return (

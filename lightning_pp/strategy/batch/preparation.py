@@ -140,7 +140,7 @@ class BatchPreparation:
             among_replicas=around is None,
             follows_estimates=follows_estimates,
         )
-        lines = frozenset[str]().union(*(plan.record.branches_on_weights for plan in plans))
+        lines = frozenset[str]().union(*(plan.record.value_reads_in_tail for plan in plans))
         decisions = Decisions(lines) if lines else None
         return BatchRun(
             call, microbatches, plans, seed, call_part, self._scopes(attributes, scaled, decisions), updates
