@@ -100,7 +100,7 @@ class _Watch(OutsideUnits):
             frame = frame.f_back
         for each in self._frames:
             # not by its instruction: once the interpreter has specialised a call, another one makes it
-            each.f_trace = self._tracer_of(each, -each.f_lineno)
+            self._trace(each, -each.f_lineno)
         sys.settrace(self._begin)
 
     def _begin(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -109,12 +109,11 @@ class _Watch(OutsideUnits):
         if running_unit() or file.startswith(NOT_THE_USERS):
             return None
         is_followed = not file.startswith(_INSTALLED) or _package_of(frame) in self._packages
-        return self._tracer_of(frame) if is_followed else None
+        return self._trace(frame) if is_followed else None
 
-    def _tracer_of(self, frame: FrameType, before: int | None = None) -> Any:
+    def _trace(self, frame: FrameType, before: int | None = None) -> Any:
         code_id, jumps = id(frame.f_code), self.jumps
         self._codes[code_id] = frame.f_code
-        frame.f_trace_lines, frame.f_trace_opcodes = False, True
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:
             nonlocal before
@@ -124,6 +123,8 @@ class _Watch(OutsideUnits):
                 before = frame.f_lasti
             return trace
 
+        frame.f_trace_lines, frame.f_trace = False, trace
+        frame.f_trace_opcodes = True  # Python 3.13 takes this in only where there is a function to tell
         return trace
 
 
