@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hydra.errors import InstantiationException
 from hydra.utils import get_object
 from hydra.utils import instantiate as build_with_hydra
 from omegaconf import DictConfig, ListConfig
@@ -40,6 +41,10 @@ _NEVER = (
     *("lightning_pp.cli", "lightning.fabric.cli", "lightning.pytorch.cli", "lightning.app"),
     *("transformers.dynamic_module_utils", "transformers.cli"),
 )
+_ANOTHER_CLASS = (
+    "Perhaps it belongs to the class that _target_ named before. With data=own or recipe=own a class of yours begins "
+    "without arguments. ~data.NAME or ~model.NAME removes one"
+)
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -51,11 +56,17 @@ def build(config: Any, **arguments: Any) -> Any:
         arguments: Passed to what is built, besides what the config has.
 
     Raises:
-        ConfigurationError: A target, at any depth, is not from an allowed package; nothing has been called.
+        ConfigurationError: A target, at any depth, is not from an allowed package, and nothing has been called; or it
+            does not take an argument.
         InstantiationException: Something cannot be built; its cause says why.
     """
     check_targets(config)
-    return build_with_hydra(config, _convert_="all", **arguments)
+    try:
+        return build_with_hydra(config, _convert_="all", **arguments)
+    except InstantiationException as error:
+        if "unexpected keyword argument" in str(error.__cause__):
+            raise ConfigurationError(f"{error.__cause__}. {_ANOTHER_CLASS}") from error
+        raise
 
 
 def check_targets_of_run(config: DictConfig) -> None:
