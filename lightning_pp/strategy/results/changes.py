@@ -125,7 +125,8 @@ def _merged_moves(moves: Sequence[Move], weights: Sequence[float], adds_up: bool
 def _is_whole(number: Any) -> bool:
     if isinstance(number, Tensor):  # by its dtype: a look at values waits for the device
         return not (number.is_floating_point() or number.is_complex())
-    return bool(np.all(np.asarray(number) % 1 == 0))
+    with np.errstate(invalid="ignore"):  # of infinity, which a best value begins with
+        return bool(np.all(np.asarray(number) % 1 == 0))
 
 
 def _merged_entries(
