@@ -88,6 +88,7 @@ class Difference:
         parts: Of the whole, from its parts.
         of_parts: Of each part alone, for a loss.
         is_attribute: Whether it is what the step leaves in an attribute.
+        is_logged: Whether it is a logged number.
         branch: A line at which a part takes another branch than the whole; empty for none.
     """
 
@@ -98,6 +99,7 @@ class Difference:
     parts: float
     of_parts: tuple[float, ...] = ()
     is_attribute: bool = False
+    is_logged: bool = False
     branch: str = ""
 
 
@@ -190,7 +192,8 @@ def _log_differences(step: str, whole: Observed, parts: Observed, tolerance: flo
             continue
         bound = max(tolerance, _TOLERANCES.get(call.dtype, 0.0))
         if not is_close(call.value, other.value, bound):
-            yield Difference(f"The value that {step} logs as {call.name!r}", False, False, call.value, other.value)
+            what = f"The value that {step} logs as {call.name!r}"
+            yield Difference(what, False, False, call.value, other.value, is_logged=True)
 
 
 def _output_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:

@@ -81,6 +81,7 @@ class PartCheck:
         tolerance: How far values may be apart, relatively.
         reported: Attributes and auxiliary losses that have been reported so far; gets more.
         allows_auxiliary: Whether an auxiliary loss may depend on the cut.
+        follows_formulas: Steps in which logged numbers are computed of those that they are made of; may get this one.
     """
 
     module: pl.LightningModule
@@ -91,6 +92,7 @@ class PartCheck:
     tolerance: float
     reported: set[str]
     allows_auxiliary: bool
+    follows_formulas: set[str]
 
     @cached_property
     def _places(self) -> list[tuple[float, float]]:
@@ -100,11 +102,12 @@ class PartCheck:
         total = sum(part.num_samples for part in parts)
         return [(start / total, part.num_samples / total) for start, part in zip(starts, parts, strict=True)]
 
-    def run(self, observe: Observe) -> None:
+    def run(self, observe: Observe, num_logged_before: int | None = None) -> None:
         """Compares the two; every rank learns the last stage's outcome before any continues.
 
         Args:
             observe: Runs the step.
+            num_logged_before: How many logged numbers differed before formulas were followed.
 
         Raises:
             SplitError: The two differ, on any replica.
@@ -126,6 +129,12 @@ class PartCheck:
         if not any(of_replicas):
             return
         everywhere = [difference for found in of_replicas for difference in found]
+        num_logged = sum(difference.is_logged for difference in everywhere)
+        if num_logged and num_logged_before is None and self.step not in self.follows_formulas:
+            self.follows_formulas.add(self.step)
+            return self.run(observe, num_logged)
+        if num_logged == num_logged_before:
+            self.follows_formulas.discard(self.step)
         are_harmless = all(it.is_attribute for it in everywhere) and not self._attributes_matter(observe, whole, parts)
         ends_run = any(difference.ends_run for difference in everywhere)
         found = Found() if are_harmless else self._culprit(observe, ends_run, everywhere[0].is_loss)

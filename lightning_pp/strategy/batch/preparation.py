@@ -77,6 +77,7 @@ class BatchPreparation:
         self.module = module = surroundings.module
         self.split = split
         self.metrics = metrics
+        self.follows_formulas = set[str]()  # steps whose logged numbers are computed of those that they are made of
         self._precision = precision = surroundings.precision
         self._device = surroundings.device
         self._cutter = cutter
@@ -143,7 +144,7 @@ class BatchPreparation:
         lines = frozenset[str]().union(*(plan.record.value_reads_in_tail for plan in plans))
         decisions = Decisions(lines) if lines else None
         return BatchRun(
-            call, microbatches, plans, seed, call_part, self._scopes(attributes, scaled, decisions), updates
+            call, microbatches, plans, seed, call_part, self._scopes(attributes, scaled, decisions, call.step), updates
         )
 
     def _record_at(
@@ -192,11 +193,13 @@ class BatchPreparation:
         attributes: StepAttributes,
         scaled: ScaledBatch,
         decisions: Decisions | None = None,
+        step: str = "",
         *,
         ends_with_batch: bool = False,
     ) -> StepScopes:
         last = self.split.placement.num_stages - 1, decisions, ends_with_batch
-        return StepScopes(self.module, self._precision, StepLogs(), self.metrics, attributes, scaled, *last)
+        logs = StepLogs(step in self.follows_formulas)
+        return StepScopes(self.module, self._precision, logs, self.metrics, attributes, scaled, *last)
 
     def _caller(
         self,

@@ -79,6 +79,8 @@ class StepScopes:
             scopes += uncompiled_outside_units(), scaled
         if is_last and self.decisions is not None:
             scopes.append(self.decisions.of_microbatch(microbatch))
+        if is_last and self.logs.follows_formulas:
+            scopes += uncompiled_outside_units(), self.logs.formulas_followed()
         self.logs.begin(microbatch if is_last else None, of_whole_batch)
         try:
             with ExitStack() as stack:

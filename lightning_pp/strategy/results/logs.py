@@ -47,8 +47,10 @@ from lightning_pp.strategy._lightning_private import (
 )
 from lightning_pp.strategy.lightning.patching import replaced
 from lightning_pp.strategy.results.batch_values import BatchValues
+from lightning_pp.strategy.results.formulas import Formula, ScalarFunctions, value_of
 from lightning_pp.strategy.results.log_calls import LogCall, merge_calls, reduction_name, to_tensors
 
+_PART = "\0"  # between a name, the fingerprint of its formula, and the place of a number in it
 _NOT_KEPT = ("batch_size", "sync_dist", "sync_dist_fn", "sync_dist_group")
 
 
@@ -62,9 +64,16 @@ class _Recorded:
 
 
 class StepLogs:
-    """The ``self.log`` calls of one batch, microbatch by microbatch."""
+    """The ``self.log`` calls of one batch, microbatch by microbatch.
 
-    def __init__(self) -> None:
+    Attributes:
+        follows_formulas: Whether a number that is made of others is computed of those of the batch.
+    """
+
+    def __init__(self, follows_formulas: bool = False) -> None:
+        self.follows_formulas = follows_formulas
+        self._functions: ScalarFunctions | None = None
+        self._formulas: dict[str, Formula] = {}
         self._microbatches: dict[int, list[_Recorded]] = {}
         self._recorded: list[_Recorded] | None = None
         self._is_in_step = False
@@ -105,6 +114,7 @@ class StepLogs:
                     value = self._of_whole_batch(value)
                 occurrence = sum(earlier.call.name == name and earlier.call.fx == fx for earlier in recorded)
                 recorded.append(_recorded(module, results, fx, name, occurrence, value, options, self._given))
+                recorded += self._numbers_of(recorded[-1])
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def log_in_step(name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -146,10 +156,30 @@ class StepLogs:
         if microbatch is not None:
             self._recorded = self._microbatches[microbatch] = []
 
+    def formulas_followed(self) -> ScalarFunctions:
+        """Around the run of the step that is recorded: notes how numbers are made of others."""
+        self._functions = ScalarFunctions()
+        return self._functions
+
+    def _numbers_of(self, logged: _Recorded) -> list[_Recorded]:
+        """The numbers that a logged one is made of, as calls that are merged like others."""
+        is_mean = logged.call.metric is None and logged.call.merging == "mean"
+        found = self._functions.formula_of(logged.given) if self._functions is not None and is_mean else None
+        if found is None:
+            return []
+        formula, numbers = found
+        self._formulas[formula.fingerprint] = formula
+        parts = []
+        for place, number in enumerate(numbers):
+            number = number if self._of_whole_batch is None else self._of_whole_batch(number)
+            name = _PART.join((logged.call.name, formula.fingerprint, str(place)))
+            parts.append(_Recorded(replace(logged.call, name=name, dtype=number.dtype), number.detach(), None))
+        return parts
+
     def end(self) -> None:
         """The step has ended."""
         self._is_in_step = False
-        self._recorded = self._of_whole_batch = None
+        self._recorded = self._of_whole_batch = self._functions = None
 
     @contextmanager
     def in_step(self, module: LightningModule, microbatch: int | None) -> Iterator[None]:
@@ -181,6 +211,29 @@ class StepLogs:
             ]
 
     def merge(self, weights: Sequence[float], num_samples: int) -> list[LogCall]:
+        """What the whole batch of this replica logged: :meth:`_merge`, with numbers that are made of others."""
+        return self._of_formulas(self._merge(weights, num_samples))
+
+    def _of_formulas(self, calls: Sequence[LogCall]) -> list[LogCall]:
+        """Merged calls, with the values of formulas that all microbatches of all replicas have in common."""
+        numbers: dict[tuple[Any, ...], dict[str, dict[int, LogCall]]] = {}
+        for call in calls:
+            if _PART in call.name:
+                name, fingerprint, place = call.name.split(_PART)
+                of_call = numbers.setdefault(replace(call, name=name).key, {})
+                of_call.setdefault(fingerprint, {})[int(place)] = call
+        found = []
+        for call in calls:
+            for fingerprint, of_formula in numbers.get(call.key, {}).items():
+                given = {p: (c.value, c.dtype) for p, c in of_formula.items() if c.value is not None}
+                is_common = len(given) == len(of_formula) and all(c.weight == call.weight for c in of_formula.values())
+                value = value_of(self._formulas[fingerprint], given) if is_common else None
+                call = call if value is None else replace(call, value=value)
+            if _PART not in call.name:
+                found.append(call)
+        return found
+
+    def _merge(self, weights: Sequence[float], num_samples: int) -> list[LogCall]:
         """What the whole batch logged, from what its microbatches did.
 
         Each key is averaged by weight over the microbatches that logged it: a tensor that is logged stands for the
@@ -234,11 +287,11 @@ class StepLogs:
             whether any asks for a check.
 
         Raises:
-            Exception: What :meth:`merge` raised on any replica.
+            Exception: What :meth:`_merge` raised on any replica.
         """
         mine: list[LogCall] | Exception
         try:
-            mine = self.merge(weights, num_samples)
+            mine = self._merge(weights, num_samples)
         except Exception as error:
             mine = error
         replicas: list[Sequence[LogCall]] = []
@@ -250,7 +303,7 @@ class StepLogs:
             replicas.append(calls)
             total += samples
             first, asks_check = first or found, asks_check or asks
-        return merge_calls(replicas, by_batch_size=True), total, first, asks_check
+        return self._of_formulas(merge_calls(replicas, by_batch_size=True)), total, first, asks_check
 
 
 def replay(module: LightningModule, calls: Sequence[LogCall], batch_size: int) -> None:
