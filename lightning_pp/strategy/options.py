@@ -239,17 +239,16 @@ class StrategyOptions(MeshStrategy):
         shards = ShardingSettings(sharding, unshard_budget, cpu_offload, data_parallel_replicate_size)
         sizes = pipeline_parallel_size, data_parallel_size, tensor_parallel_size
         super().__init__(sizes, process_group_backend, timeout, shards, flight_recorder_dirpath)
-        asked = memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs
         source = schedule_source(schedule, stages_per_rank, whole_batch_loss, search_seconds)
-        order = ScheduleOptions(source, *asked, activation_offload, post_validation)
+        asked = memory_limit_gib, given_costs(costs), num_profiled_batches, save_costs, activation_offload
         reactions = on_nonfinite, unequal_data, dynamic_step, batch_dim, auxiliary_losses
         batches = BatchOptions(num_microbatches, split_batch, check_first_batches, *reactions)
         cut = CutOptions(names_of(split_points), unit_weights, rank_speeds, names_of(units), split_head)
         of_ranks = activation_checkpointing, device_memory_gib, tensor_parallel_plan, sequence_parallel
-        self.options = PipelineOptions(order, batches, cut, shards, *of_ranks)
+        options = PipelineOptions(ScheduleOptions(source, *asked, post_validation), batches, cut, shards, *of_ranks)
         checkpoints = save_distributed_checkpoint, async_checkpoint, initial_weights
-        self.run_options = RunOptions(compile, meta_init, *checkpoints, deadlock_seconds, preemption_seconds)
-        self._begin()
+        self._begin(options, RunOptions(compile, meta_init, *checkpoints, deadlock_seconds, preemption_seconds))
 
-    def _begin(self) -> None:
-        """Makes what the strategy consists of, once the options are there."""
+    def _begin(self, options: PipelineOptions, run_options: RunOptions) -> None:
+        """Keeps the options; the strategy makes what it consists of from them."""
+        self.options, self.run_options = options, run_options

@@ -20,6 +20,7 @@ from lightning_pp.checkpoint.storage.folder import checkpoint_at
 from lightning_pp.checkpoint.storage.location import is_folder
 from lightning_pp.collector import collector_paused
 from lightning_pp.errors import ConfigurationError
+from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.schedule import StageCosts
 from lightning_pp.strategy._lightning_private import accumulates, allow_compiled_modules, replace_search_for_last
 from lightning_pp.strategy.checkpoints.averaging import leave_averages_to_strategy
@@ -29,7 +30,7 @@ from lightning_pp.strategy.faults.run_watch import RunWatch
 from lightning_pp.strategy.faults.unequal_data import ShortestLoader
 from lightning_pp.strategy.lightning.launcher import RunLauncher
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
-from lightning_pp.strategy.options import StrategyOptions
+from lightning_pp.strategy.options import RunOptions, StrategyOptions
 from lightning_pp.strategy.parameters.finetuning import resume_callbacks
 from lightning_pp.strategy.parameters.precision import agree_on_scale
 from lightning_pp.strategy.pipeline import HeldPipeline
@@ -62,8 +63,8 @@ def with_stages(method: _Method) -> _Method:
 class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring stands with the options
     __doc__ = StrategyOptions.__doc__
 
-    def _begin(self) -> None:
-        """Makes what the strategy consists of, once the options are there."""
+    def _begin(self, options: PipelineOptions, run_options: RunOptions) -> None:
+        super()._begin(options, run_options)
         self.options.schedule.source.check_sizes(self._asked_sizes[0])
         replace_search_for_last(last_at_url)
         allow_compiled_modules(lambda strategy: isinstance(strategy, MeshStrategy) and strategy.is_plain)
