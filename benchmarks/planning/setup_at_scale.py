@@ -113,7 +113,7 @@ def groups_of_all_pairs(sizes: ParallelSizes) -> int:
     ranks = [other * sizes.data_parallel + replica for other in range(sizes.pipeline)]
     mine = ranks[place]
     wanted = [pair for other in ranks if other != mine for pair in ((mine, other), (other, mine))]
-    agreed_groups(wanted, description="all pairs")
+    agreed_groups(wanted)
     return 0
 
 
@@ -127,7 +127,7 @@ def run_rank(rank: int, sizes: ParallelSizes, port: int, schedule: str, results:
     grid = torch.arange(num_ranks).reshape(sizes.pipeline, sizes.data_parallel, 1)
     parts: dict[str, Callable[[], Any]] = {
         "mesh": lambda: make_meshes("cpu", sizes),
-        "groups for small messages": lambda: [make_control_groups(grid, 0, TIMEOUT) for _ in range(2)],
+        "groups for small messages": lambda: [make_control_groups(grid, TIMEOUT) for _ in range(2)],
         "channels": lambda: open_channels(sizes, placement),
         "all pairs by all ranks": lambda: groups_of_all_pairs(sizes),
     }

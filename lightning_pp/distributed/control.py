@@ -190,12 +190,11 @@ class ControlGroups:
 
 
 @gloo_on_loopback()
-def make_control_groups(grid: Tensor, last_stage_rank: int, timeout: timedelta | None) -> ControlGroups:
+def make_control_groups(grid: Tensor, timeout: timedelta | None) -> ControlGroups:
     """Makes the groups of this rank; every rank has to call it.
 
     Args:
         grid: Global ranks, of shape (pipeline ranks, replicas, tensor ranks).
-        last_stage_rank: Pipeline rank that holds the last stage.
         timeout: How long a message may take.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -210,8 +209,8 @@ def make_control_groups(grid: Tensor, last_stage_rank: int, timeout: timedelta |
 
     pipeline, data_parallel = group_along(0), group_along(1)
     if grid.shape[2] == 1:
-        return ControlGroups(pipeline, data_parallel, last_stage_rank)
-    return ControlGroups(pipeline, data_parallel, last_stage_rank, group_along(0, 2), group_along(1, 2))
+        return ControlGroups(pipeline, data_parallel)
+    return ControlGroups(pipeline, data_parallel, 0, group_along(0, 2), group_along(1, 2))
 
 
 def hang_up(group: dist.ProcessGroup | None) -> None:

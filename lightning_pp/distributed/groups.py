@@ -25,7 +25,7 @@ _aborted_world: Any = None
 
 
 @gloo_on_loopback()
-def agreed_groups(wanted: Collection[tuple[int, ...]], *, description: str) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def agreed_groups(wanted: Collection[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Makes a group for each tuple of ranks that any rank wants. To be called by all ranks of the world.
 
     Groups that only their members make (``use_local_synchronization``) are named after the number of groups that a rank
@@ -33,7 +33,6 @@ def agreed_groups(wanted: Collection[tuple[int, ...]], *, description: str) -> d
 
     Args:
         wanted: Tuples of ranks that this rank is in. Their order matters: (0, 1) and (1, 0) are two groups.
-        description: What the groups are for.
 
     Returns:
         The groups that this rank wants.
@@ -42,7 +41,7 @@ def agreed_groups(wanted: Collection[tuple[int, ...]], *, description: str) -> d
     dist.all_gather_object(of_ranks, sorted(wanted))
     groups = {}
     for ranks in sorted({ranks for found in of_ranks for ranks in found}):
-        group = dist.new_group(sorted(ranks), group_desc=description)
+        group = dist.new_group(sorted(ranks), group_desc="shared_parameters")
         if ranks in wanted:
             groups[ranks] = group
     return groups

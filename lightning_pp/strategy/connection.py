@@ -132,6 +132,6 @@ class Connection:
 
     def _new_groups(self) -> ControlGroups:
         grid = self._mesh.mesh.reshape(self._sizes.pipeline, self._sizes.data_parallel, self._sizes.tensor)
-        groups = make_control_groups(grid, 0, self._timeout)
+        groups = make_control_groups(grid, self._timeout)
         self._made += groups.all
         return groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_a_failure_of_the_last_stage_is_everybodys(pool: WorkerPool, kind: str, 
 
 
 def exchange_with_tensor_ranks() -> tuple[Any, ...]:
-    groups = make_control_groups(torch.arange(4).reshape(2, 1, 2), 1, None)
+    groups = replace(make_control_groups(torch.arange(4).reshape(2, 1, 2), None), last_stage_rank=1)
     rank = dist.get_rank()
     shared = groups.share(lambda: rank, "a number")
     return shared, groups.gather_in_pipeline(rank), groups.all_or_none(lambda: rank, "a number"), groups.is_last_stage

@@ -44,14 +44,11 @@ def milliseconds(number: float) -> str:
     return f"{number:.0f}" if number >= 1000 else f"{number:.4g}"
 
 
-def by_rank(texts: Sequence[str], most: int = 8) -> str:
+def by_rank(texts: Sequence[str]) -> str:
     """One text for each rank; the first and last ones where there are many."""
     if len(set(texts)) == 1 and len(texts) > 1:
         return f"{texts[0]} each"
-    if len(texts) <= most:
-        return " ".join(texts)
-    half = most // 2
-    return f"{' '.join(texts[:half])} ... {' '.join(texts[-half:])}"
+    return " ".join(texts) if len(texts) <= 8 else f"{' '.join(texts[:4])} ... {' '.join(texts[-4:])}"
 
 
 def three_digits(number: float) -> str:

@@ -97,7 +97,7 @@ def look_at_request(request: Request, look: Callable[[FirstStep, Callable[[str],
         here = torch.device("cuda", torch.cuda.current_device())
     device_type = "cpu" if config.trainer.accelerator == "cpu" else "cuda"
     device = PlannedDevice(device_type, request.speed.flops_per_byte_of_cuts, here)
-    with progress_line("building data and model") as tell:
+    with progress_line() as tell:
         data = build(config.data)
         model = build_without_memory(lambda: build(config.model))
         tell("recording the step by a dry run on the first batch, and cutting it")
@@ -107,12 +107,12 @@ def look_at_request(request: Request, look: Callable[[FirstStep, Callable[[str],
 
 
 @contextmanager
-def progress_line(what: str) -> Iterator[Callable[[str], None]]:
+def progress_line() -> Iterator[Callable[[str], None]]:
     """A context that says on standard error what runs: on a terminal in a line that changes, else if it takes long.
 
     Yields a function to call with each new text.
     """
-    stderr = Console(stderr=True)
+    stderr, what = Console(stderr=True), "building data and model"
     if stderr.is_terminal:
         with stderr.status(what) as status:
             yield status.update

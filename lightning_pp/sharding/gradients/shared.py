@@ -44,10 +44,7 @@ class SharedParameters:
         self.holders = {name: tuple(dict.fromkeys(holders[name])) for name in parameters}
         self._first_holder = {parameter: self.holders[name][0] for name, parameter in self.parameters.items()}
         self._rank = dist.get_rank()
-        self._groups = agreed_groups(
-            {tuple(sorted(ranks)) for ranks in self.holders.values() if len(ranks) > 1},
-            description="shared_parameters",
-        )
+        self._groups = agreed_groups({tuple(sorted(ranks)) for ranks in self.holders.values() if len(ranks) > 1})
         destroyed_with(self, list(self._groups.values()))
 
     def counts_here(self, parameter: nn.Parameter) -> bool:
