@@ -74,19 +74,19 @@ def test_a_limit_is_kept_that_cannot_be_kept_without(recording: RecordedModel, s
 
 @pytest.mark.parametrize("name", ["1f1b", "auto"])
 def test_a_limit_for_microbatches_is_kept_with_the_help_of_the_host(name: str) -> None:
-    source, placement = schedule_source(name, stages_per_rank=1), Placement.interleaved(NUM_RANKS)
+    source, placement = schedule_source(name, stages_per_rank=1), Placement.interleaved(3)
     costs = StageCosts(1.0, 1.0, 1.0, held_after_forward=1.0, held_after_input=0.2, offload=0.5, held_on_host=0.9)
-    found = source.program(placement, NUM_MICROBATCHES, costs, 2.8)
+    found = source.program(placement, 6, costs, 2.8)
     assert found.offloads
     assert max(found.simulate(costs).peak_memory) <= 2.8
     with pytest.raises(ScheduleError):
-        source.program(placement, NUM_MICROBATCHES, costs, 0.9)
+        source.program(placement, 2, costs, 0.9)
     alone = StageCosts(1.0, 1.0, 1.0, held_after_forward=1.0, held_after_input=0.2)
     if name == "1f1b":
         with pytest.raises(ScheduleError):
-            source.program(placement, NUM_MICROBATCHES, alone, 2.8)
+            source.program(placement, 6, alone, 2.8)
     else:  # there is an order that needs no host, and it takes as long or longer
-        other = source.program(placement, NUM_MICROBATCHES, alone, 2.8)
+        other = source.program(placement, 6, alone, 2.8)
         assert source.step_time(found, costs) <= source.step_time(other, alone)
 
 
