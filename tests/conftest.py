@@ -19,7 +19,7 @@ sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.rglob
 import pytest
 import torch
 from pool import WorkerPool
-from pool_worker import freeze
+from pool_worker import freeze, remember_entry_points
 
 torch.set_num_threads(1)
 
@@ -73,6 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    remember_entry_points()
     gc.collect()
     freeze()  # all tests and what they have imported
 

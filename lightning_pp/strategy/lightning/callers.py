@@ -11,6 +11,8 @@ from typing import Any
 from lightning_pp.split.record.source_lines import UNKNOWN_LINE, line_text
 
 _NOT_THE_USERS = ("lightning", "lightning_pp", "lightning_utilities", "torch", "contextlib", "hydra")
+# what these import has most of all globals, and clips no gradients while Lightning trains
+_LIBRARIES = ("mpmath", "networkx", "numpy", "sympy", "torchmetrics", "transformers", "wandb")
 
 
 def line_of_user() -> str:
@@ -23,12 +25,9 @@ def line_of_user() -> str:
 
 def user_namespaces() -> list[dict[str, Any]]:
     """The globals of all modules that are imported by now and may be the user's."""
-    others = sys.stdlib_module_names.union(_NOT_THE_USERS)
-    return [
-        vars(module)
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] not in others and hasattr(module, "__dict__")
-    ]
+    others = sys.stdlib_module_names.union(_NOT_THE_USERS, _LIBRARIES)
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in others]
+    return [vars(module) for module in modules if hasattr(module, "__dict__")]
 
 
 def is_of_user(frame: FrameType) -> bool:
