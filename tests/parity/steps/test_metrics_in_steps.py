@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from feature_parts import check_on_every_rank, make_trainer, plain
+from feature_parts import check_on_every_rank, make_trainer, make_unchecked_trainer, plain
 from parity_run import Layout
 from pipelined_fit import loader
 from pool import WorkerPool
@@ -161,7 +161,7 @@ class OverridesLog(LogsValues):
 
 def logged_values(layout: Layout | None, kind: type[LogsValues]) -> Any:
     module = kind()
-    trainer = make_trainer(layout)
+    trainer = make_trainer(layout, check_first_batches=layout is None or layout.schedule == "1f1b")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, loader(), loader(seed=2))
@@ -251,7 +251,7 @@ def test_every_rank_knows_which_metrics_were_updated(pool: WorkerPool, layout: L
 
 def asked_of_replicas() -> list[Any]:
     module = AsksWhetherUpdated()
-    trainer = make_trainer(Layout("1f1b", 2, 2, 2), use_distributed_sampler=True)
+    trainer = make_unchecked_trainer(Layout("1f1b", 2, 2, 2), use_distributed_sampler=True)
     trainer.fit(module, loader(), loader(seed=2))
     return [module.notes, plain(dict(trainer.callback_metrics))]
 

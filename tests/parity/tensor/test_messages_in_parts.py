@@ -59,13 +59,14 @@ def train_counted(
         return train_pipelined(settings, layout, options), CountedGroup.num_bytes
 
 
-CASES: list[Any] = [("llama_float64_loss", "zb_v", True)]
+CASES: list[Any] = [("short_llama", "zb_v", True)]
 CASES += [
     pytest.param(*case, marks=pytest.mark.nightly)
     for case in (
         ("gpt2_float64_loss", "1f1b", False),  # by day the bytes of the next test
         ("gpt2_float64_loss", "zb_v", True),
         ("llama_float64_loss", "1f1b", False),
+        ("llama_float64_loss", "zb_v", True),
         ("t5", "1f1b", True),  # its mask goes in parts as well
         ("t5", "zb_v", False),
     )

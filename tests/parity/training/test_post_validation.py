@@ -58,8 +58,8 @@ class Both:
 
 def train_both(settings: Settings, layout: Layout, options: dict[str, Any]) -> Both:
     """In a worker."""
-    waiting = train(settings, layout.strategy(**options), layout.world_size)
-    strategy = layout.strategy(post_validation=True, **options)
+    waiting = train(settings, layout.strategy(check_first_batches=False, **options), layout.world_size)
+    strategy = layout.strategy(check_first_batches=False, post_validation=True, **options)
     early = train(settings, strategy, layout.world_size)
     validation = strategy.engine.post_validation
     return Both(waiting, early, validation.num_early, validation.num_made_again, validation.num_looked_at)
