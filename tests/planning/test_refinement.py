@@ -156,6 +156,17 @@ def test_blocks_that_can_be_shared_out_evenly_stay_whole() -> None:
     assert not refined(cut(number=4))
 
 
+def test_a_step_of_actions_and_messages_alone_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks take next to no time, so that no cut inside of them makes it 2 % shorter."""
+    monkeypatch.setitem(globals(), "WIDTH", 8)
+    steps: list[Blocks] = []
+    run = Blocks.training_step
+    monkeypatch.setattr(Blocks, "training_step", lambda model, batch: steps.append(model) or run(model, batch))
+    assert not refined(cut(options={"cut": CutOptions(units=["blocks.*"])}))
+    num_of_one = len(steps)
+    assert num_of_one and not refined(cut()) and len(steps) == 2 * num_of_one
+
+
 def test_blocks_are_cut_inside_where_whole_ones_do_not_keep_the_limit_of_memory() -> None:
     def cut_within(limit_gib: float, **options: Any) -> SplitModel:
         return cut(number=3, options={"device_memory_gib": limit_gib, **options})

@@ -156,8 +156,8 @@ class CutChoice:
         """Cuts inside of blocks; None where it is best to have blocks whole."""
         if self._record is None:
             return None
-        slowest = self._decided(lambda: self._slowest(placement))
-        finer = [self._refined_head(one, slowest, placement) for one in self._heads]
+        before = self._decided(lambda: self._times_before(placement))
+        finer = [self._refined_head(one, before, placement) for one in self._heads]
         if not any(finer):
             return None
         found: tuple[int, Cuts] | None = self._decided(lambda: self._best_refined(finer, placement))
@@ -172,9 +172,9 @@ class CutChoice:
         self, finer: Sequence[tuple[RecordedModel, Sequence[str]] | None], placement: Placement
     ) -> tuple[int, Cuts] | None:
         """Which of ``finer`` is taken, and its cuts; None where whole blocks are best."""
-        before = [_step_ms(self._cuts_or_none(one, placement)) for one in self._heads]
+        whole = [self._cuts_or_none(one, placement) for one in self._heads]
         cuts = [None if one is None else self._cuts_or_none(one[0], placement) for one in finer]
-        after = [_step_ms(one) for one in cuts]
+        before, after = ([math.inf if one is None else one.step_ms for one in found] for found in (whole, cuts))
         times = [min(pair) for pair in zip(before, after, strict=True)]
         which = _head_for(times)
         before_ms = self._before(placement)[1]
@@ -186,13 +186,13 @@ class CutChoice:
         return which, replace(best, refinement=Refinement(tuple(names[1]), before_ms, after[which]))
 
     def _refined_head(
-        self, whole: RecordedModel, slowest: float, placement: Placement
+        self, whole: RecordedModel, before: tuple[float, float], placement: Placement
     ) -> tuple[RecordedModel, Sequence[str]] | None:
         """``whole`` with those units refined that a cut is to fall in, and their names.
 
         First all units that may be are refined, and the model is cut; then those that a cut has come to fall in.
         """
-        names: Sequence[str] = self._decided(lambda: _worth_trying(whole, slowest, placement, self._request(whole)))
+        names: Sequence[str] = self._decided(lambda: _worth_trying(whole, before, placement, self._request(whole)))
         finest = self._recorded_alike(whole, names)
         if finest is None:
             return None
@@ -222,18 +222,18 @@ class CutChoice:
             return None, math.inf
         return recording, cuts.step_ms
 
-    def _slowest(self, placement: Placement) -> float:
-        """The time of the slowest rank with whole blocks: FLOPs on a rank of speed 1."""
-        recording, _ = self._before(placement)
+    def _times_before(self, placement: Placement) -> tuple[float, float]:
+        """With whole blocks, of the slowest rank, in FLOPs on a rank of speed 1, and of a step, in ms."""
+        recording, step_ms = self._before(placement)
         if recording is None:
-            return math.inf
+            return math.inf, step_ms
         partition = self._cuts_of(recording, placement).partition
         speeds = self._request(recording).cut.rank_speeds or [1.0] * placement.num_ranks
         times = [0.0] * placement.num_ranks
         for unit, cost in partition.unit_costs.items():
             rank = placement.rank_of_stage[partition.stage_of_unit[unit]]
             times[rank] += cost.total / speeds[rank]
-        return max(times)
+        return max(times), step_ms
 
     def _cuts_or_none(self, recording: RecordedModel, placement: Placement) -> Cuts | None:
         try:
@@ -274,9 +274,8 @@ def _time_of_step(
             whole_batch_loss=request.options.whole_batch_loss,
         )
     number = request.num_microbatches
-    if source.is_searched:
-        return source.step_time(source.program_to_cut_by(placement, number), times)
-    return source.step_time(source.program(placement, number, times), times)
+    by_hand = source.program_to_cut_by(placement, number) if source.is_searched else None
+    return source.step_time(by_hand or source.program(placement, number, times), times)
 
 
 def _head_for(times: Sequence[float]) -> int:
@@ -296,23 +295,28 @@ def _about_head(recording: RecordedModel, times: Sequence[float]) -> str:
     return f"The head {head!r} {verdict} {split_time / whole_time:.2f} times as long."
 
 
-def _worth_trying(recording: RecordedModel, slowest: float, placement: Placement, request: LayoutRequest) -> list[str]:
+def _worth_trying(
+    recording: RecordedModel, before: tuple[float, float], placement: Placement, request: LayoutRequest
+) -> list[str]:
     """All units that may be refined; none where no cut inside of them could make a step 2 % shorter."""
     cut = request.cut
     is_given = cut.units is not None or cut.split_points is not None or request.options.costs is not None
     if is_given or placement.num_ranks == 1 or recording.record.failure is not None:
         return []
     try:
-        counted = recording.counted
-        costs = estimate_unit_costs(counted.record, counted.num_parameters, cut.flops_per_byte)
-        units = weighted(costs, cut.unit_weights or {})
+        counted, weights = recording.counted, cut.unit_weights or {}
+        units = weighted(estimate_unit_costs(counted.record, counted.num_parameters, cut.flops_per_byte), weights)
     except ConfigurationError:  # a weight for a head that is in parts here, or whole
         return []
     names = refinable(recording)
     speeds = cut.rank_speeds or [1.0] * placement.num_ranks
     largest = max((cost.total for unit, cost in units.items() if unit not in names), default=0.0)
     at_least = max(sum(cost.total for cost in units.values()) / sum(speeds), largest / max(speeds))
-    return names if at_least < _WORTH_A_REFINEMENT * slowest else []
+    slowest, step_ms = before
+    # the slowest rank has less to do for each microbatch; there are as many actions and messages as before
+    flops = (request.num_microbatches + placement.num_ranks) * (slowest - at_least)
+    most_ms = flops / assumed_speed(request.device_type).flops_per_ms
+    return names if at_least < _WORTH_A_REFINEMENT * slowest and most_ms >= (1 - _WORTH_A_REFINEMENT) * step_ms else []
 
 
 def _cut_in(recording: RecordedModel, names: Collection[str], cuts: Cuts) -> list[str]:
@@ -323,7 +327,3 @@ def _cut_in(recording: RecordedModel, names: Collection[str], cuts: Cuts) -> lis
             if unit.startswith(f"{name}."):
                 stages[name].add(cuts.partition.stage_of_unit[unit])
     return [name for name in names if len(stages[name]) > 1]
-
-
-def _step_ms(cuts: Cuts | None) -> float:
-    return math.inf if cuts is None else cuts.step_ms
