@@ -50,16 +50,21 @@ in_layouts = pytest.mark.parametrize(
 def together(kinds: Sequence[type[Step]]) -> list[type[Step]]:
     """``kinds``, but one module in place of those that only add to the loss or call blocks in a way of their own.
 
-    It adds the mean of what the former add, and has a block for each of the latter.
+    It adds the mean of what the former add, and has a block for each of the latter. What a kind makes beforehand, or
+    does at the end of a batch, it does as well.
     """
-    added, calling = (
-        [kind for kind in kinds if set(vars(kind)) <= {name, "__module__", "__doc__"} and kind.__base__ is Step]
-        for name in ("extra", "called")
-    )
+    own = {kind: set(vars(kind)) - {"__module__", "__doc__"} for kind in kinds if kind.__base__ is Step}
+    added = [kind for kind, names in own.items() if {"extra"} <= names <= {"extra", "__init__", "on_train_batch_end"}]
+    calling = [kind for kind, names in own.items() if names == {"called"}]
 
-    class Together(Step):
+    class Together(*(kind for kind in added if own[kind] != {"extra"}), Step):  # type: ignore[misc]
         def __init__(self) -> None:
-            super().__init__(num_blocks=max(4, len(calling)))
+            super().__init__()
+            self.blocks.extend(nn.Linear(8, 8) for _ in calling[len(self.blocks) :])
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            for kind in added:
+                kind.on_train_batch_end(self, *args)
 
         def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Any:
             return sum(kind.extra(self, h, x, batch_idx) for kind in added) / len(added)
