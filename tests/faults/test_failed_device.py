@@ -72,7 +72,7 @@ def fit_on_a_device_that_does_not_let_go(folder: Path) -> None:
     with (
         patch.object(PipelineParallelStrategy, "has_device", PropertyMock(return_value=True)),
         patch.object(HeldPipeline, "channels", PropertyMock(return_value=[NeverEnds()])),
-        patch.object(ends, "_ABORT_S", 3.0),
+        patch.object(ends, "_ABORT_S", 1.0),
     ):
         strategy = PipelineParallelStrategy(2, num_microbatches=2)
         pl.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET).fit(Failing(), loader(16))
@@ -85,7 +85,7 @@ def test_a_device_that_does_not_let_go(pool: WorkerPool, tmp_path: Path) -> None
     assert ended is not None and (ended.type, ended.message) == ("WorkerDied", "exit code 1")
     told = (tmp_path / "1.txt").read_text()
     assert "ValueError: bad value" in told and "in training_step" in told
-    assert "its device did not release it within 3 s after the exception" in told
+    assert "its device did not release it within 1 s after the exception" in told
 
 
 def test_without_a_timeout_a_backend_has_its_own() -> None:
