@@ -49,7 +49,7 @@ class ReductionRecorder(OutsideUnits):
 
     Attributes:
         reductions: The calls so far, in order.
-        makes_integers: Whether the step makes Python integers of what the batch alone decides (``int(mask.sum())``).
+        makes_integers: Whether the step makes Python integers of what the batch alone decides, or reads a 0 of it.
         asks_for_rows: Whether the step asks how many rows values have selected (``len(x[mask])``), and may branch.
     """
 
@@ -81,7 +81,8 @@ class ReductionRecorder(OutsideUnits):
         if running_unit():
             return func(*args, **kwargs)
         is_noted = kind_of_call(func, args, kwargs) in _NOTED
-        self.makes_integers |= func.__name__ in INTEGERS
+        is_none = func.__name__ in _NUMBERS and not self._depends_on_weights(args[0]) and not bool(args[0].any())
+        self.makes_integers |= func.__name__ in INTEGERS or is_none  # max(mask.sum().item(), 1) of a part without any
         if (func.__name__ in _SIZES or func == _SHAPE) and hasattr(args[0], _SELECTED):
             # Lightning asks for the size of a logged number
             self.asks_for_rows |= args[0].dim() > 0 and is_called_by_user()
@@ -176,6 +177,7 @@ _SELECTED, _COUNTED, _FIRST = "_pp_selected", "_pp_counted", "_pp_first"
 _SELECTING = ("masked_select", "nonzero", "argwhere", "unique")
 _SIZES, _SHAPE = ("size", "numel", "nelement", "__len__"), Tensor.shape.__get__  # type: ignore[attr-defined]
 INTEGERS = ("__int__", "__index__")
+_NUMBERS = ("item", "tolist", "__float__")
 _MOST_ELEMENTS = 1 << 16
 
 

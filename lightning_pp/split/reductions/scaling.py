@@ -171,7 +171,8 @@ class ScaledStep(OutsideUnits):
             if loss is None or not loss.is_mean or loss.is_counted_by_target:
                 self._check_known(kind, line_text(frame), result)
             return result
-        if _keeps_count(func, args):
+        in_place = func.__name__.startswith("__i") or _writes_in_place(func.__name__)
+        if in_place and getattr(args[0], _KEEPS, False):
             self._seen.add(place)
             return func(*(getattr(each, _OWN_COUNT, each) for each in args), **kwargs)
         result = _HANDLERS[kind](self, place, fact, func, args, kwargs)
@@ -345,11 +346,11 @@ class ScaledStep(OutsideUnits):
         # what stands where the microbatch counts nothing, but for multiples of its samples, as len(x) is
         of_none = tuple(n if self.reads_nothing and n % self._num_samples else 0.0 for n in numbers)
         total = self._total(place, (*numbers, *of_none)) if counted else ()
-        if any(0 != none != whole for whole, none in zip(total or (), (total or ())[len(counted) :], strict=False)):
-            raise SplitError(MADE_OF_A_COUNT.format(fact.call.line))
-        # max(mask.sum().item(), 1): it reads the share of a small count, and takes 1
-        is_part = 1 not in self._reads and any(0 < read < 1 for read in self._reads)
-        if is_part and any(degree == 1 and values[index] == 1 for index, degree in where):
+        is_off = any(0 != n != whole for whole, n in zip(total or (), (total or ())[len(counted) :], strict=False))
+        if 1 not in self._reads and any(0 < read < 1 for read in self._reads):
+            # max(mask.sum().item(), 1): it reads the share of a small count, and takes 1
+            is_off |= any(degree == 1 and values[index] == 1 for index, degree in where)
+        if is_off and self._counted is None:  # a rehearsal has totals of earlier rounds
             raise SplitError(MADE_OF_A_COUNT.format(fact.call.line))
         for index, degree in where:
             degrees[index] = 1.0 if degree is None else degree
@@ -441,11 +442,6 @@ def keeping_counts(tensor: Tensor) -> Tensor:
     """``tensor``; if it has whole numbers, what is added to it in place is a microbatch's own count."""
     setattr(tensor, _KEEPS, not _is_real(tensor))
     return tensor
-
-
-def _keeps_count(func: Any, args: tuple[Any, ...]) -> bool:
-    in_place = func.__name__.startswith("__i") or _writes_in_place(func.__name__)
-    return in_place and getattr(args[0], _KEEPS, False)
 
 
 def _writes_in_place(name: str) -> bool:

@@ -83,24 +83,24 @@ class Difference:
     Attributes:
         what: The value, as the subject of a sentence.
         is_loss: Whether it is the loss.
-        ends_run: Whether the training would differ, and not only what is reported of it.
         whole: Of the whole in one piece.
         parts: Of the whole, from its parts.
         of_parts: Of each part alone, for a loss.
         is_attribute: Whether it is what the step leaves in an attribute.
         is_logged: Whether it is a logged number.
         branch: A line at which a part takes another branch than the whole; empty for none.
+        line: The line that logs it, where it is a number of Python; otherwise empty.
     """
 
     what: str
     is_loss: bool
-    ends_run: bool
     whole: float
     parts: float
     of_parts: tuple[float, ...] = ()
     is_attribute: bool = False
     is_logged: bool = False
     branch: str = ""
+    line: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _loss_differences(step: str, whole: Observed, parts: Observed, tolerance: fl
     if whole.losses and whole.loss_dtype is not None and math.isfinite(whole.loss):
         bound = max(tolerance, _TOLERANCES.get(whole.loss_dtype, 0.0))
         if not is_close(whole.loss, parts.loss, bound, *parts.losses):
-            yield Difference(f"The loss of {step}", True, True, whole.loss, parts.loss, tuple(parts.losses))
+            yield Difference(f"The loss of {step}", True, whole.loss, parts.loss, tuple(parts.losses))
 
 
 def _attribute_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
@@ -175,7 +175,7 @@ def _attribute_differences(step: str, whole: Observed, parts: Observed, toleranc
         if numbers[0] != numbers[1]:
             what, found = f"The number of values that {step} leaves in {name!r}", numbers
         if found is not None:
-            yield Difference(what, False, True, *found, is_attribute=True)
+            yield Difference(what, False, *found, is_attribute=True)
 
 
 def _whole_numbers_too(value: Any) -> Any:
@@ -193,14 +193,14 @@ def _log_differences(step: str, whole: Observed, parts: Observed, tolerance: flo
         bound = max(tolerance, _TOLERANCES.get(call.dtype, 0.0))
         if not is_close(call.value, other.value, bound):
             what = f"The value that {step} logs as {call.name!r}"
-            yield Difference(what, False, False, call.value, other.value, is_logged=True)
+            yield Difference(what, False, call.value, other.value, is_logged=True, line=call.line)
 
 
 def _output_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
     is_loss = bool(whole.losses) and isinstance(whole.merged[0], Tensor)
     found = None if is_loss else _first_other(whole.merged[0], parts.merged[0], tolerance)
     if found is not None:
-        yield Difference(f"A value that {step} returns", False, False, *found)
+        yield Difference(f"A value that {step} returns", False, *found)
 
 
 def _first_other(whole: Any, parts: Any, tolerance: float) -> tuple[float, float] | None:

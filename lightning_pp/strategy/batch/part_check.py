@@ -136,7 +136,7 @@ class PartCheck:
         if num_logged == num_logged_before:
             self.follows_formulas.discard(self.step)
         are_harmless = all(it.is_attribute for it in everywhere) and not self._attributes_matter(observe, whole, parts)
-        ends_run = any(difference.ends_run for difference in everywhere)
+        ends_run = any(difference.is_loss or difference.is_attribute for difference in everywhere)
         found = Found() if are_harmless else self._culprit(observe, ends_run, everywhere[0].is_loss)
         shown = differences or next(found for found in of_replicas if found)
         sizes = [part.num_samples for part in self.sizes.parts]
@@ -149,16 +149,17 @@ class PartCheck:
                 rank_zero_warn(text_about_attributes(new, where))
             return
         if found.auxiliary and self.allows_auxiliary:
-            newly_found = set(found.auxiliary) - self.reported
-            if newly_found:
+            if newly_found := set(found.auxiliary) - self.reported:
                 rank_zero_info(
                     f"auxiliary_losses='per_microbatch': {self.step} ({where}) computes an auxiliary loss for each "
                     f"microbatch: {', '.join(sorted(newly_found))}. These are averaged over microbatches."
                 )
-            self.reported |= newly_found
+                self.reported |= newly_found
             return
-        text = text_about(self.step, (new or shown)[0], found, sizes, where)
-        if ends_run:
+        of_python = [] if ends_run or found.culprit else [each for each in everywhere if each.line]
+        first = (of_python or new or shown)[0]
+        text = text_about(self.step, first, found, sizes, first.line or where)
+        if ends_run or of_python:
             raise SplitError(text)
         if new:
             others = ", ".join(difference.what for difference in new[1:])
@@ -302,14 +303,16 @@ class PartCheck:
             are_losses = are_losses and are_only_losses(seen, others, weights)
         moved = {name for seen in of_whole.values() for name in seen.moved}
         gathered = self.groups.gather_in_pipeline((found, moved, lines, are_losses))
-        everywhere = {stage: culprit for one, *_ in gathered for stage, culprit in one.items()}
-        is_explained = all(are for *_, are in gathered) and not any(each.ends_run or not ends_run for each in left)
+        is_explained = all(are for *_, are in gathered) and not any(each.is_loss or not ends_run for each in left)
         lines = lines.union(*(each for *_, each, _ in gathered))
-        of_replicas = self.groups.gather((is_explained, lines), "the auxiliary losses of a first batch")
+        culprits = {stage: culprit for one, *_ in gathered for stage, culprit in one.items()}
+        of_replicas = self.groups.gather((is_explained, lines, culprits), "the auxiliary losses of a first batch")
+        everywhere = {stage: culprit for *_, one in of_replicas for stage, culprit in one.items()}
+        lines = lines.union(*(each for _, each, _ in of_replicas))
         return Found(
             everywhere[min(everywhere)] if everywhere else None,
             [] if left else sorted({name for _, names, *_ in gathered for name in names}),
-            sorted(lines.union(*(each for _, each in of_replicas))) if all(is_it for is_it, _ in of_replicas) else [],
+            sorted(lines) if all(is_it for is_it, *_ in of_replicas) else [],
         )
 
 

@@ -160,7 +160,8 @@ class _Attributes:
 
     def begin(self) -> None:
         """A step begins."""
-        self._copies = {key: _copied(value) for key, value in self._before.items() if _is_array(value)}
+        arrays = {key: value for key, value in self._before.items() if type(value) in (Tensor, np.ndarray)}
+        self._copies = {key: _copied(value) for key, value in arrays.items() if not is_fake(value)}
         for key, copy in self._copies.items():
             self._set(key, copy)
 
@@ -201,10 +202,6 @@ def _put(held: Any, key: Any, change: Any) -> None:
         held[key] = [*before, *change.value] if is_list else np.concatenate([before, change.value])
     else:
         held[key] = change
-
-
-def _is_array(value: object) -> bool:
-    return (type(value) is Tensor and not is_fake(value)) or type(value) is np.ndarray
 
 
 def _copied(array: Any) -> Any:

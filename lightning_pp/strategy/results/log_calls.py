@@ -38,6 +38,7 @@ class LogCall:
         weight: Number of samples that the value stands for.
         batch_size: What the user gave as ``batch_size``, summed; None where Lightning is to find it.
         extreme: ``min`` or ``max`` where the value is that over samples.
+        line: The user's line, where the value is a number of Python; empty for a tensor.
     """
 
     fx: str
@@ -51,6 +52,7 @@ class LogCall:
     weight: float
     batch_size: float | None
     extreme: str | None = None
+    line: str = ""
 
     @property
     def key(self) -> tuple[str, str, int | None, int]:

@@ -45,6 +45,7 @@ from lightning_pp.strategy._lightning_private import (
     set_value_on_batch,
     value_on_batch,
 )
+from lightning_pp.strategy.lightning.callers import line_of_user
 from lightning_pp.strategy.lightning.patching import replaced
 from lightning_pp.strategy.results.batch_values import BatchValues
 from lightning_pp.strategy.results.formulas import Formula, ScalarFunctions, value_of
@@ -377,6 +378,7 @@ def _recorded(
         weight=0.0,
         batch_size=batch_size.item() if isinstance(batch_size, Tensor) else batch_size,
         extreme=extreme_of(value) if isinstance(value, Tensor) else None,
+        line=line_of_user() if isinstance(given, (int, float)) else "",
     )
     return _Recorded(call, number, given)
 

@@ -45,7 +45,9 @@ class RecordingWatch:
             return
         now = time.perf_counter()
         self._batches[-1][1].append(now - start)
-        self._sizes = [self._sizes[-1], dict(_sizes_of(data))]
+        leaves = [(place, leaf) for place, leaf in entries_of(data, "batch") if isinstance(leaf, (Tensor, int))]
+        sizes = {at: f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else leaf for at, leaf in leaves}
+        self._sizes = [self._sizes[-1], sizes]
         taken = [seconds for _, of_batch in self._batches for seconds in of_batch]
         if len(taken) > _MOST_RECORDINGS and len(self._batches) == _BATCHES:
             self._has_told = True
@@ -65,9 +67,3 @@ class RecordingWatch:
             if before.get(place, size) != size
         ]
         return ", ".join(changes[:3]) or "the batch kept its shapes, and other code ran on it"
-
-
-def _sizes_of(data: Any) -> Iterator[tuple[str, Any]]:
-    for place, leaf in entries_of(data, "batch"):
-        if isinstance(leaf, (Tensor, int)):
-            yield place, f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else leaf

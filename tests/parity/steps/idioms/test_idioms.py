@@ -163,10 +163,12 @@ def test_an_attribute_that_does_not_add_up_is_told_by_name(pool: WorkerPool) -> 
     assert "2 after the samples in two parts, 4 after the same samples in one piece" in told[0]
 
 
-def test_a_logged_quotient_of_numbers_of_python_is_told_what_to_do(pool: WorkerPool) -> None:
-    layout = Layout("1f1b", 2, 1, 4)
-    (_, (text,)), _ = pool.run(warned, layout, "quotient_by_a_number_in_a_log", world_size=2, timeout=120)
-    assert "The value that training_step logs as 'share'" in text and "idiom_parts.py" in text
+@pytest.mark.parametrize("layout", [Layout("1f1b", 2, 1, 4), Layout("zb_h1", 2, 2, 2)], ids=str)
+def test_a_logged_quotient_of_numbers_of_python_is_refused_with_its_line(pool: WorkerPool, layout: Layout) -> None:
+    text = refused(pool, layout, "quotient_by_a_number_in_a_log")
+    assert text.startswith("The value that training_step logs as 'share' (")
+    line = line_with('log("share"')
+    assert f"idiom_refusals.py:{line} in quotient_by_a_number_in_a_log) depends on how" in text
     assert "no int(), no .item(), and mask.sum().clamp(min=1) for max(int(mask.sum()), 1)" in text
 
 
