@@ -139,7 +139,6 @@ class PartCheck:
         ends_run = any(difference.is_loss or difference.is_attribute for difference in everywhere)
         found = Found() if are_harmless else self._culprit(observe, ends_run, everywhere[0].is_loss)
         shown = differences or next(found for found in of_replicas if found)
-        sizes = [part.num_samples for part in self.sizes.parts]
         code = getattr(inspect.unwrap(getattr(type(self.module), self.step)), "__code__", None)
         where = self.step if code is None else f"{code.co_filename}:{code.co_firstlineno}"
         new = [difference for difference in shown if difference.what not in self.reported]
@@ -158,12 +157,12 @@ class PartCheck:
             return
         of_python = [] if ends_run or found.culprit else [each for each in everywhere if each.line]
         first = (of_python or new or shown)[0]
+        sizes = [part.num_samples for part in self.sizes.parts]
         text = text_about(self.step, first, found, sizes, first.line or where)
         if ends_run or of_python:
             raise SplitError(text)
         if new:
-            others = ", ".join(difference.what for difference in new[1:])
-            rank_zero_warn(text + (f" The same goes for: {others}." if others else ""))
+            rank_zero_warn(text + "".join(f" The same goes for: {other.what}." for other in new[1:]))
 
     def _warn_of_permuted(self, draws: Draws) -> None:
         for line, number in draws.permuted.items():
