@@ -43,7 +43,7 @@ from lightning_pp.split.unit_calls.compute_dtype import weights_of_float32_norm
 from lightning_pp.split.unit_calls.looks import values_looked_at
 from lightning_pp.split.unit_calls.selective_policy import Policy, saves_output
 
-_OVERWRITES = ("copy_", "fill_", "zero_", "masked_fill_", "index_put_", "index_copy_", "scatter_", "normal_")
+_OVERWRITES = ("copy_", "fill_", "zero_", "normal_")  # not index_put_ and the like, which keep other elements
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _REPEAT = torch.ops.aten.repeat.default
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default

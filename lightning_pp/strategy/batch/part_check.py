@@ -307,11 +307,10 @@ class PartCheck:
         culprits = {stage: culprit for one, *_ in gathered for stage, culprit in one.items()}
         of_replicas = self.groups.gather((is_explained, lines, culprits), "the auxiliary losses of a first batch")
         everywhere = {stage: culprit for *_, one in of_replicas for stage, culprit in one.items()}
-        lines = lines.union(*(each for _, each, _ in of_replicas))
         return Found(
             everywhere[min(everywhere)] if everywhere else None,
             [] if left else sorted({name for _, names, *_ in gathered for name in names}),
-            sorted(lines) if all(is_it for is_it, *_ in of_replicas) else [],
+            sorted({line for _, each, _ in of_replicas for line in each}) if all(it for it, *_ in of_replicas) else [],
         )
 
 

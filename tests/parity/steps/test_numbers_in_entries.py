@@ -188,8 +188,14 @@ class AddsToAnEntry(CountsInALoop):
         self.sums["matrix"] += torch.bincount(3 * y + found, minlength=9).view(3, 3)
 
 
-def test_adding_in_place_to_a_tensor_in_a_dict_is_refused(pool: WorkerPool) -> None:
-    told = pool.refusals("SplitError", seen_by, LAYOUTS[0], AddsToAnEntry, world_size=LAYOUTS[0].world_size, timeout=60)
+class CountsByIndex(AddsToAnEntry):
+    def count(self, found: Tensor, y: Tensor) -> None:
+        self.sums["matrix"][y, found] += 1
+
+
+@pytest.mark.parametrize("kind", [AddsToAnEntry, CountsByIndex])
+def test_adding_in_place_to_a_tensor_in_a_dict_is_refused(pool: WorkerPool, kind: type[AddsToAnEntry]) -> None:
+    told = pool.refusals("SplitError", seen_by, LAYOUTS[0], kind, world_size=LAYOUTS[0].world_size, timeout=60)
     for message in told:
         assert "test_numbers_in_entries.py" in message and "Make it a buffer or an attribute of the module" in message
 
