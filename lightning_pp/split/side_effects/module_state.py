@@ -99,8 +99,8 @@ class SavedState:
 def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
     saved = SavedState(modules, swaps=True)
     working = [dict(child.__dict__) for _, child, *_ in saved.entries]
-    root = dict(modules).get("")
-    own_buffers = {} if root is None else {key: copy for key, copy in buffers_of(root).items() if copy is not None}
+    users = [each for each in modules if not type(each[1]).__module__.startswith("torch.")]
+    own_buffers = [(name, key, copy) for name, child in users for key, copy in buffers_of(child).items()]
 
     def changes() -> list[tuple[str, str, Any]]:
         changed = []
@@ -116,8 +116,8 @@ def _preserved(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Changes]:
             for key, held in of_class.items():
                 if any(reached.is_changed for reached in held):
                     changed.append((name, key, held[0].container))
-        # buffers of the user's module itself; those of others are their own business, as in spectral norms
-        return changed + [("", key, copy) for key, copy in own_buffers.items() if version_of(copy) > 0]
+        # buffers of torch's modules are their own business, as in spectral norms
+        return changed + [each for each in own_buffers if each[2] is not None and version_of(each[2]) > 0]
 
     try:
         yield changes

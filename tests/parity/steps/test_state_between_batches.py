@@ -248,14 +248,59 @@ class Centers(Stateful):
         self.hidden = self.loss.center
 
 
-@pytest.mark.parametrize("kind", [InABuffer, Centers])
-def test_one_microbatch_carries_a_buffer_that_its_step_replaces(pool: WorkerPool, kind: type[Stateful]) -> None:
+class CenterInPlace(Center):
+    def forward(self, student: Tensor, teacher: Tensor) -> Tensor:
+        loss = -((teacher - self.center).softmax(-1) * student.log_softmax(-1)).sum(-1).mean()
+        self.center.mul_(0.9).add_(teacher.mean(0, keepdim=True), alpha=0.1)
+        return loss
+
+
+class CentersInPlace(Centers):
+    def __init__(self, lr: float = 0.3) -> None:
+        super().__init__(lr)
+        self.loss = CenterInPlace()
+
+
+@pytest.mark.parametrize("kind", [InABuffer, Centers, CentersInPlace])
+def test_one_microbatch_carries_a_buffer_that_its_step_moves(pool: WorkerPool, kind: type[Stateful]) -> None:
     check_with_weights(pool, train, ONE, kind)
 
 
-def test_several_microbatches_with_such_a_buffer_are_refused(pool: WorkerPool) -> None:
-    for message in pool.refusals("ConfigurationError", train, FOUR, Centers, world_size=2, timeout=60):
+@pytest.mark.parametrize("kind", [Centers, CentersInPlace])
+def test_several_microbatches_with_such_a_buffer_are_refused(pool: WorkerPool, kind: type[Stateful]) -> None:
+    for message in pool.refusals("ConfigurationError", train, FOUR, kind, world_size=2, timeout=60):
         assert "leaves a tensor in self.loss.center, and the next step uses it" in message
+
+
+class Counter(nn.Module):
+    """A loss that counts its calls and its samples in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("signs", torch.zeros(2))
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        self.signs += torch.bincount((h[:, 0] > 0).long(), minlength=2)
+        return h.square().mean()
+
+
+class Counters(Centers):
+    def __init__(self, lr: float = 0.3) -> None:
+        super().__init__(lr)
+        self.loss = Counter()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(self.run(batch[0]))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.hidden = [self.loss.calls, self.loss.signs[0]]
+
+
+@pytest.mark.parametrize("layout", [ONE, FOUR], ids=str)
+def test_a_loss_module_counts_batches_and_samples(pool: WorkerPool, layout: Layout) -> None:
+    check_with_weights(pool, train, layout, Counters)
 
 
 class NothingCarried(Stateful):
