@@ -108,6 +108,7 @@ class Outcome:
         epoch_losses: The logged mean training loss, by epoch.
         weights: Parameters by all their names, whole.
         cut: Names of the parameters that were cut over tensor ranks.
+        early: Updates that did not wait for a norm; how many of them were undone, or looked at between steps.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -116,6 +117,7 @@ class Outcome:
     epoch_losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     cut: set[str] = field(default_factory=set)
+    early: tuple[int, int, int] = (0, 0, 0)
 
 
 class Recorder(L.Callback):
@@ -132,6 +134,8 @@ class Recorder(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         if isinstance(strategy := trainer.strategy, PipelineParallelStrategy) and not strategy.is_plain:
             self.outcome.cut = set(strategy.engine.gradients.cut)
+            validation = strategy.engine.post_validation
+            self.outcome.early = validation.num_early, validation.num_made_again, validation.num_looked_at
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
         if not trainer.sanity_checking:

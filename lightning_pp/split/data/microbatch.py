@@ -220,8 +220,8 @@ def split_batch(batch: Any, num_microbatches: int, batch_dim: BatchDim = None) -
         raise ConfigurationError(f"num_microbatches={num_microbatches} is not possible; use 1 or more, or 'auto'.")
     num_samples, dims = _samples_of(batch, batch_dim)
     if num_samples is None:
+        lengths = sample_lengths(batch)
         if num_microbatches > 1 and batch is not None and not isinstance(batch, (bool, int, float, str)):
-            lengths = sample_lengths(batch)
             why = (
                 f"keeps its tensors in attributes ({described(lengths)})"
                 if lengths
@@ -233,7 +233,7 @@ def split_batch(batch: Any, num_microbatches: int, batch_dim: BatchDim = None) -
                 "dataloader, register the type with torch.utils._pytree, give the strategy a function that cuts it "
                 "(split_batch=), or set num_microbatches=1."
             )
-        return [Microbatch(batch, 1, 1.0)]
+        return [Microbatch(batch, lengths.popitem()[1] if len(set(lengths.values())) == 1 else 1, 1.0)]
     if num_samples == 0:
         raise BatchError("The batch has 0 samples (dimension 0 of its tensors is 0); drop empty batches in the loader.")
     num_slices = min(num_microbatches, num_samples)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from parity_run import QUIET, Layout, Outcome, Settings, check_like_one_device, train, whole_weights
+from parity_run import QUIET, Layout, Outcome, Settings, check_like_one_device, merged, train, whole_weights
 from pool import WorkerPool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,6 +34,8 @@ CASES: list[tuple[dict[str, Any], Layout, dict[str, Any]]] = [
     ({"optimizer": "adamw"}, Layout("interleaved_zb", 2, 2, 2), {"sharding": "replicate"}),
     ({"optimizer": "adamw", "precision": "bf16-mixed"}, Layout("zb_h1", 2, 2, 2), {}),
     ({"accumulate": 2}, Layout("auto", 3, 1, 4), {}),
+    ({"optimizer": "adamw"}, Layout("zb_h1", 2, 1, 4, tensor=2), {}),
+    ({"accumulate": 2, "two_groups": True, "clip_val": 1.9}, Layout("1f1b", 1, 2, 2, tensor=2), {}),
 ]
 
 
@@ -44,25 +46,18 @@ class Both:
     Attributes:
         waiting: That which waits for norms.
         early: That with early updates.
-        num_early: How many there were.
-        num_made_again: How many of them were undone.
-        num_looked_at: After how many of them code between steps waited.
     """
 
     waiting: Outcome
     early: Outcome
-    num_early: int
-    num_made_again: int
-    num_looked_at: int
 
 
 def train_both(settings: Settings, layout: Layout, options: dict[str, Any]) -> Both:
     """In a worker."""
-    waiting = train(settings, layout.strategy(check_first_batches=False, **options), layout.world_size)
-    strategy = layout.strategy(check_first_batches=False, post_validation=True, **options)
-    early = train(settings, strategy, layout.world_size)
-    validation = strategy.engine.post_validation
-    return Both(waiting, early, validation.num_early, validation.num_made_again, validation.num_looked_at)
+    options = {"check_first_batches": False, **options}
+    waiting = train(settings, layout.strategy(**options), layout.world_size)
+    strategy = layout.strategy(post_validation=True, **options)
+    return Both(waiting, train(settings, strategy, layout.world_size))
 
 
 @pytest.mark.by_day(3)
@@ -73,7 +68,8 @@ def test_early_updates_give_the_same_weights(
     settings = replace(SETTINGS, **changes)
     ranks = pool.run(train_both, settings, layout, options, world_size=layout.world_size)
     for rank in ranks:
-        assert 0 < rank.num_made_again < rank.num_early and rank.num_looked_at == 0
+        num_early, num_made_again, num_looked_at = rank.early.early
+        assert 0 < num_made_again < num_early and num_looked_at == 0 and rank.waiting.early == (0, 0, 0)
         assert rank.early.losses == rank.waiting.losses
         assert rank.early.val_losses == rank.waiting.val_losses
         assert rank.early.epoch_losses == rank.waiting.epoch_losses
@@ -81,6 +77,7 @@ def test_early_updates_give_the_same_weights(
         assert all(torch.equal(rank.early.weights[name], value) for name, value in rank.waiting.weights.items())
     if settings.precision == "64-true":
         check_like_one_device([rank.early for rank in ranks], settings, layout)
+        assert layout.tensor == 1 or merged([rank.early for rank in ranks], layout).cut
 
 
 class Block(nn.Module):

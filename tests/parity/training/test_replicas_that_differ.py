@@ -41,6 +41,56 @@ class UsesAWeight(DepthOfBatch):
         return loss
 
 
+class Samples:
+    """A batch that is no container: it keeps its tensors in attributes."""
+
+    def __init__(self, x: Tensor, label: Tensor) -> None:
+        self.x, self.label = x, label
+
+    def to(self, device: Any, **options: Any) -> Samples:
+        return Samples(self.x.to(device, **options), self.label.to(device, **options))
+
+
+class ReadsAnObject(Classifier):
+    """Of an object, or of a list with the objects of all replicas."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        parts = batch if isinstance(batch, list) else [batch]
+        x, label = torch.cat([part.x for part in parts]), torch.cat([part.label for part in parts])
+        loss = F.mse_loss(self.layers(x)[:, 0], label.double())
+        self.log("train_loss", loss, batch_size=len(x), on_step=False, on_epoch=True)
+        return loss
+
+
+def train_on_objects(devices: int) -> tuple[float, dict[str, Tensor]]:
+    """Replicas of 3 and 5 samples, or one device on all 8."""
+    generator = torch.Generator().manual_seed(5)
+    sizes, data = (3, 5, 5, 3, 2, 6), []
+    for size in sizes:
+        x = torch.randn(size, 6, generator=generator, dtype=torch.float64)
+        data.append(Samples(x, torch.randint(0, 3, (size,), generator=generator)))
+    strategy: Any = "auto"
+    if devices > 1:
+        strategy = PipelineParallelStrategy(2, data_parallel_size=2, num_microbatches=1)
+    options: dict[str, Any] = {**QUIET, "devices": devices, "strategy": strategy, "precision": "64-true"}
+    trainer = L.Trainer(**options, max_epochs=1, use_distributed_sampler=False)
+    torch.manual_seed(0)
+    module = ReadsAnObject()
+    pairs: list[Any] = [list(pair) for pair in zip(data[::2], data[1::2], strict=True)]
+    if devices > 1:
+        pairs = [pair[strategy.data_parallel_rank] for pair in pairs]
+    trainer.fit(module, DataLoader(pairs, batch_size=None))  # type: ignore[arg-type]
+    return float(trainer.callback_metrics["train_loss"]), whole_weights(module)
+
+
+def test_objects_weigh_by_their_rows(pool: WorkerPool) -> None:
+    loss, expected = train_on_objects(1)
+    for found, weights in pool.run(train_on_objects, 4, world_size=4, timeout=60):
+        assert found == pytest.approx(loss, rel=1e-9)
+        for name, value in weights.items():
+            assert tensor_difference(value, expected[name]) < 1e-9, name
+
+
 def sequences() -> list[Any]:
     """From the fifth batch on those of the second replica are longer, so it rehearses other steps than the first."""
     generator = torch.Generator().manual_seed(4)

@@ -193,7 +193,10 @@ def test_unknown_types_are_refused_and_registered_ones_cut() -> None:
         match=r"of type Opaque keeps its tensors in attributes \(batch.x has 6 rows\), .* 2 microbatches.*register the",
     ):
         split_batch(Opaque(x()), 2)
-    assert split_batch(Opaque(x()), 1)[0].num_samples == 1
+    assert split_batch(Opaque(x()), 1)[0].num_samples == 6
+    two_lengths = Opaque(x())
+    two_lengths.edges = x()[:4]
+    assert split_batch(two_lengths, 1)[0].num_samples == 1
     with pytest.raises(
         BatchError,
         match=r"attribute 'x' of the Opaque in the batch has 6 rows, as many as the batch has samples.*split_batch=",
