@@ -8,7 +8,8 @@ the last stage.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +27,17 @@ from lightning_pp.strategy.results.logs import StepLogs
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import merge_outputs
 from lightning_pp.strategy.results.reports import BatchReport, ReportedBatch
+
+
+@contextmanager
+def in_step(logs: StepLogs, module: pl.LightningModule, microbatch: int | None) -> Iterator[None]:
+    """Around one step, which ``logs`` record."""
+    with logs.installed(module):
+        logs.begin(microbatch)
+        try:
+            yield
+        finally:
+            logs.end()
 
 
 def report_of(line: MessageLine, logs: StepLogs, samples: list[int], weights: list[float] | None = None) -> BatchReport:
@@ -98,7 +110,7 @@ class OnePipelineStrategy(SingleDeviceStrategy):
         report = report_of(self.line, logs, samples, weights)
         for index, microbatch in enumerate(microbatches):
             context = self.metrics.step() if is_last else self.metrics.suspended()
-            with logs.in_step(module, index if is_last else None), context:
+            with in_step(logs, module, index if is_last else None), context:
                 if is_last:
                     outputs.append(step(microbatch.data, *args))
                 else:

@@ -145,7 +145,9 @@ class StepCounting:
         record, device = steps.plans[index].record, self._fakes.device
         scaled = ScaledStep(facts, scale, counted, read_for_none=read_for_none)
         with ExitStack() as stack:
-            stack.enter_context(StepLogs().in_step(self._module, None))
+            logs = StepLogs()
+            stack.enter_context(logs.installed(self._module))
+            logs.begin(None)
             stack.enter_context(self._metrics.suspended())
             stack.enter_context(loggers_muted(trainer_of(self._module)))
             stack.enter_context(trainer_watched(self._module))

@@ -319,7 +319,7 @@ def _reason(difference: Difference, culprit: Culprit | None, whole_batch: str) -
         return (
             "It is neither a sum nor a mean over samples, or Python computed it from one. Keep sums and counts tensors "
             "up to self.log: no int(), no .item(), and mask.sum().clamp(min=1) for max(int(mask.sum()), 1). "
-            f"{whole_batch}"
+            f"Log a running total in a hook such as on_train_batch_end. {whole_batch}"
         )
     return f"It is neither a sum nor a mean over samples. {whole_batch}"
 

@@ -70,6 +70,7 @@ class StepScopes:
         if is_last:
             self.scaled.wait_for_replica_counts()
             scaled = self.scaled.step_of(microbatch)
+            self.metrics.share = self.scaled.shares[microbatch] if self.scaled.shares else 1.0
         of_whole_batch = None if scaled is None else scaled.of_whole_batch
         if not self._is_plain:
             scopes.append(self.precision.forward_context())

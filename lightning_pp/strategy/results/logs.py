@@ -182,16 +182,6 @@ class StepLogs:
         self._is_in_step = False
         self._recorded = self._of_whole_batch = self._functions = None
 
-    @contextmanager
-    def in_step(self, module: LightningModule, microbatch: int | None) -> Iterator[None]:
-        """:meth:`installed` around one step."""
-        with self.installed(module):
-            self.begin(microbatch)
-            try:
-                yield
-            finally:
-                self.end()
-
     def take_batch_values(self, metrics: BatchValues) -> None:
         """Replaces the values that ``metrics`` computed for microbatches by those for the batch."""
         places: dict[tuple[str, str, int], list[tuple[int, int]]] = {}

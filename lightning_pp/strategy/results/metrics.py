@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import CatMetric, Metric, MetricCollection, SumMetric
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
 from lightning_pp.distributed.control import ControlGroups
@@ -65,6 +65,7 @@ class PipelineMetrics:
 
     Attributes:
         batch_values: What metrics computed in the steps of the batch.
+        share: Of the microbatch whose step runs, in the samples of its global batch.
     """
 
     def __init__(self, module: nn.Module, groups: ControlGroups) -> None:
@@ -73,6 +74,7 @@ class PipelineMetrics:
         self._scope = _Scope.OUTSIDE
         self._collected: list[Metric | MetricCollection] = []
         self.batch_values = BatchValues()
+        self.share = 1.0
 
     def attach(self) -> None:
         """Takes over the metrics that the module has now, before each batch; finds those created since."""
@@ -82,7 +84,7 @@ class PipelineMetrics:
             # a copy of a metric comes with torchmetrics' own `compute`, and needs ours again
             if isinstance(metric, Metric) and not isinstance(metric.compute, InPlaceOf):
                 vars(metric)["compute"] = self._intercepted(metric, metric.compute)
-                vars(metric)["update"] = _unscaled(metric, metric.update)
+                vars(metric)["update"] = self._unscaled(metric, metric.update)
 
     def detach(self) -> None:
         """Gives all metrics their own ``compute`` back."""
@@ -154,6 +156,20 @@ class PipelineMetrics:
             return self._compute_shared(metric, functools.partial(compute, *args, **kwargs))
 
         return InPlaceOf(pipeline_compute, compute)
+
+    def _unscaled(self, metric: Metric, update: Callable[..., None]) -> InPlaceOf:
+        """Lets a metric add up the sums and counts of microbatches; those that average or compare get the batch's."""
+        adds_up = not isinstance(metric, BaseAggregator) or isinstance(metric, (SumMetric, CatMetric))
+
+        def update_with_own_values(*args: Any, **kwargs: Any) -> None:
+            if not adds_up:
+                args, kwargs = of_whole_batch((args, kwargs))
+            if isinstance(metric, MeanMetric):
+                args, kwargs = _with_weight(self.share, *args, **kwargs), {}
+            with values_as_they_are():
+                update(*args, **kwargs)
+
+        return InPlaceOf(update_with_own_values, update)
 
     def _locally(self, metric: Metric, compute: Callable[[], Any]) -> Any:
         with computing_locally(metric), self._scoped(_Scope.LOCAL):
@@ -322,17 +338,11 @@ def _do_nothing(*_: Any) -> None:
     pass
 
 
-def _unscaled(metric: Metric, update: Callable[..., None]) -> InPlaceOf:
-    """Lets a metric add up the sums and counts of microbatches; those that average or compare get the batch's."""
-    adds_up = not isinstance(metric, BaseAggregator) or isinstance(metric, (SumMetric, CatMetric))
-
-    def update_with_own_values(*args: Any, **kwargs: Any) -> None:
-        if not adds_up:
-            args, kwargs = of_whole_batch((args, kwargs))
-        with values_as_they_are():
-            update(*args, **kwargs)
-
-    return InPlaceOf(update_with_own_values, update)
+def _with_weight(share: float, value: Any, weight: Any = None) -> tuple[Any, ...]:
+    """What a mean is given: one value of a microbatch has its share of the weight that the batch's has."""
+    if isinstance(weight, (int, float)) or (isinstance(value, Tensor) and value.dim() > 0):  # len(x) is the share
+        return (value,) if weight is None else (value, weight)
+    return value, share if weight is None else weight * share
 
 
 def _metrics_in(module: nn.Module) -> list[Metric | MetricCollection]:

@@ -260,3 +260,44 @@ def test_replicas_know_as_well(pool: WorkerPool) -> None:
     first, *others = pool.run(asked_of_replicas, world_size=4)
     assert first[0][0] == [True, False, False] and sorted(first[1]) == ["a", "b", "first", "second"]
     assert all(other == first for other in others)
+
+
+class KeepsMeans(Blocks):
+    """Means of losses: each batch alike, by its samples, by what a mask keeps of it, and of single samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = ("alike", "sized", "masked", "rows", "number", "twice")
+        self.means = nn.ModuleDict({name: MeanMetric().set_dtype(torch.float64) for name in names})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        rows = (self(x).flatten() - y.flatten()).square()
+        loss, kept, found = rows.mean(), x[:, 0] > -0.5, rows.detach()
+        self.means["alike"].update(loss.detach())
+        self.means["sized"](found.mean(), weight=len(x))
+        self.means["masked"].update((found * kept).sum() / kept.sum().clamp(min=1), kept.sum())
+        self.means["rows"].update(found)
+        self.means["number"].update(loss.item())
+        self.means["twice"].update(found.mean(), torch.tensor(2.0))
+        for name in ("sized", "masked"):
+            self.log(name, self.means[name], on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        for name in ("alike", "rows", "number", "twice"):
+            self.log(name, self.means[name].compute())
+            self.means[name].reset()
+
+
+def means_of(layout: Layout | None) -> Any:
+    trainer = make_trainer(layout)
+    trainer.fit(KeepsMeans(), loader(num_samples=10))
+    return plain(dict(trainer.callback_metrics))
+
+
+@pytest.mark.parametrize("layout", [Layout("1f1b", 2, 1, 3), Layout("1f1b", 2, 1, 1)], ids=str)
+def test_means_are_those_of_one_device_where_batches_are_cut_unevenly(pool: WorkerPool, layout: Layout) -> None:
+    # batches of 4, 4 and 2 samples; MeanMetric rounds what it is given to float32
+    found = check_on_every_rank(pool, means_of, layout, tolerance=1e-6)
+    assert len(found) == 6 and abs(found["alike"] - found["rows"]) > 1e-3

@@ -23,6 +23,7 @@ from one_pipeline import (
     Snapshots,
     assert_same,
     grid,
+    in_step,
     loader,
     report_of,
     trainer,
@@ -387,7 +388,7 @@ class SwallowsLogs(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logs = StepLogs()
-        with logs.in_step(self, None):
+        with in_step(logs, self, None):
             self.log("x", batch[0].mean())
             self.log("error", self.error)
         assert logs.merge([1.0], 5) == []
@@ -403,7 +404,7 @@ def test_swallowed_values_leave_no_trace() -> None:
 
 class Predicts(Regression):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        with StepLogs().in_step(self, 0):
+        with in_step(StepLogs(), self, 0):
             self.log("x", 1.0)
 
 
