@@ -187,11 +187,9 @@ def _whole_numbers_too(value: Any) -> Any:
 def _log_differences(step: str, whole: Observed, parts: Observed, tolerance: float) -> Iterator[Difference]:
     others = {call.key: call for call in parts.logs}
     for call in whole.logs:
-        other = others.get(call.key)
-        if other is None or call.value is None or other.value is None or call.metric is not None:
+        if (other := others.get(call.key)) is None or call.metric or call.value is None or other.value is None:
             continue
-        bound = max(tolerance, _TOLERANCES.get(call.dtype, 0.0))
-        if not is_close(call.value, other.value, bound):
+        if not is_close(call.value, other.value, max(tolerance, _TOLERANCES.get(call.dtype, 0.0))):
             what = f"The value that {step} logs as {call.name!r}"
             yield Difference(what, False, call.value, other.value, is_logged=True, line=call.line)
 
@@ -260,8 +258,8 @@ def text_about(step: str, difference: Difference, found: Found, sizes: Sequence[
     """
     total, cut = sum(sizes), " + ".join(map(str, sizes))
     difference_text = (
-        f"{difference.what} ({line}) depends on how the batch is cut: it is {difference.whole:.6g} for {total} samples "
-        f"in one piece and {difference.parts:.6g} for the same samples as {cut}, as a pipeline computes it."
+        f"{difference.what} ({line}) depends on how the batch is cut: it is {difference.whole:.9g} for {total} samples "
+        f"in one piece and {difference.parts:.9g} for the same samples as {cut}, as a pipeline computes it."
     )
     if found.auxiliary:
         reason = (
