@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
-from lightning_pp.split.record.source_lines import NOT_THE_USERS, user_line
+from lightning_pp.split.record.source_lines import NOT_THE_USERS, package_folders, user_line
 from lightning_pp.split.unit_calls.compilation import uncompiled_outside_units
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_METRICS = package_folders("torchmetrics")  # which read values of their own, of what they got so far
 _READ = (bool, int, float, complex, list)
 
 Jump = tuple[int, int, int]
@@ -76,8 +77,10 @@ class _Watch(OutsideUnits):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function."""
         result = func(*args, **(kwargs or {}))
-        if type(result) in _READ and not (self._frames or running_unit()) and user_line() in self._lines:
-            self._follow()
+        if type(result) in _READ and not (self._frames or running_unit()):
+            line = user_line()
+            if line in self._lines and not line.startswith(_METRICS):
+                self._follow()
         return result
 
     def stop(self) -> None:

@@ -45,6 +45,11 @@ def values_as_they_are() -> Iterator[None]:
         _as_they_are.pop()
 
 
+def are_values_as_they_are() -> bool:
+    """Whether that is so now."""
+    return bool(_as_they_are)
+
+
 def of_whole_batch(tree: Any) -> Any:
     """``tree`` as :meth:`ScaledStep.of_whole_batch` makes it for the step that runs; as it is where none is scaled."""
     return _running[-1].of_whole_batch(tree) if _running else tree

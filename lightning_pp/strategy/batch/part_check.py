@@ -135,10 +135,19 @@ class PartCheck:
             return self.run(observe, num_logged)
         if num_logged == num_logged_before:
             self.follows_formulas.discard(self.step)
-        are_harmless = all(it.is_attribute for it in everywhere) and not self._attributes_matter(observe, whole, parts)
+        self._tell(observe, (whole, parts), differences or next(found for found in of_replicas if found), everywhere)
+
+    def _tell(
+        self,
+        observe: Observe,
+        outcomes: tuple[Outcome, Outcome],
+        shown: Sequence[Difference],
+        everywhere: Sequence[Difference],
+    ) -> None:
+        """Raises or warns of the differences ``everywhere``, those of all replicas, in words about ``shown``."""
+        are_harmless = all(it.is_attribute for it in everywhere) and not self._attributes_matter(observe, *outcomes)
         ends_run = any(difference.is_loss or difference.is_attribute for difference in everywhere)
         found = Found() if are_harmless else self._culprit(observe, ends_run, everywhere[0].is_loss)
-        shown = differences or next(found for found in of_replicas if found)
         code = getattr(inspect.unwrap(getattr(type(self.module), self.step)), "__code__", None)
         where = self.step if code is None else f"{code.co_filename}:{code.co_firstlineno}"
         new = [difference for difference in shown if difference.what not in self.reported]
@@ -155,11 +164,10 @@ class PartCheck:
                 )
                 self.reported |= newly_found
             return
-        of_python = [] if ends_run or found.culprit else [each for each in everywhere if each.line]
-        first = (of_python or new or shown)[0]
+        first = (new or shown)[0]
         sizes = [part.num_samples for part in self.sizes.parts]
         text = text_about(self.step, first, found, sizes, first.line or where)
-        if ends_run or of_python:
+        if ends_run:
             raise SplitError(text)
         if new:
             rank_zero_warn(text + "".join(f" The same goes for: {other.what}." for other in new[1:]))

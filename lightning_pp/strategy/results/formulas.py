@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_pp.split.data.tree import leaves_of, map_leaves
 from lightning_pp.split.record.reduction import Kind
 from lightning_pp.split.reductions.functions import kind_of_call
-from lightning_pp.split.reductions.scaling import degree_of
+from lightning_pp.split.reductions.scaling import are_values_as_they_are, degree_of
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
 
 _MOST_FUNCTIONS = 100
@@ -76,7 +76,8 @@ class ScalarFunctions(OutsideUnits):
         """Runs one function."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and not result.dim() and not running_unit():
+        is_followed = not (running_unit() or are_values_as_they_are())  # what a metric computes is its own
+        if is_followed and isinstance(result, Tensor) and not result.dim():
             given = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
             if any(each is result for each in given):
                 self._edited.add(id(result))

@@ -75,6 +75,7 @@ class StepLogs:
         self.follows_formulas = follows_formulas
         self._functions: ScalarFunctions | None = None
         self._formulas: dict[str, Formula] = {}
+        self._of_metrics: set[tuple[str, str, int]] = set()  # what a metric computes of its states
         self._microbatches: dict[int, list[_Recorded]] = {}
         self._recorded: list[_Recorded] | None = None
         self._is_in_step = False
@@ -188,9 +189,12 @@ class StepLogs:
         for index in sorted(self._microbatches):
             for place, item in enumerate(self._microbatches[index]):
                 places.setdefault((item.call.fx, item.call.name, item.call.occurrence), []).append((index, place))
-        for found in places.values():
+        for key, found in places.items():
             value = metrics.value_of([self._microbatches[index][place].given for index, place in found])
-            for index, place in found if value is not None else ():
+            if value is None:
+                continue
+            self._of_metrics.add(key)
+            for index, place in found:
                 recorded = self._microbatches[index]
                 recorded[place] = replace(recorded[place], value=value)
 
@@ -211,11 +215,14 @@ class StepLogs:
         for call in calls:
             if _PART in call.name:
                 name, fingerprint, place = call.name.split(_PART)
-                of_call = numbers.setdefault(replace(call, name=name).key, {})
-                of_call.setdefault(fingerprint, {})[int(place)] = call
+                formulas = numbers.setdefault(replace(call, name=name).key, {})
+                formulas.setdefault(fingerprint, {})[int(place)] = call
         found = []
         for call in calls:
-            for fingerprint, of_formula in numbers.get(call.key, {}).items():
+            of_call = numbers.get(call.key, {})
+            if (call.fx, call.name, call.occurrence) in self._of_metrics:
+                of_call = {}
+            for fingerprint, of_formula in of_call.items():
                 given = {p: (c.value, c.dtype) for p, c in of_formula.items() if c.value is not None}
                 is_common = len(given) == len(of_formula) and all(c.weight == call.weight for c in of_formula.values())
                 value = value_of(self._formulas[fingerprint], given) if is_common else None

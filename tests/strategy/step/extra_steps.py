@@ -53,7 +53,11 @@ def together(kinds: Sequence[type[Step]]) -> list[type[Step]]:
     It adds the mean of what the former add, and has a block for each of the latter. What a kind makes beforehand, or
     does at the end of a batch, it does as well.
     """
-    own = {kind: set(vars(kind)) - {"__module__", "__doc__"} for kind in kinds if kind.__base__ is Step}
+    own = {
+        kind: {name for name in vars(kind) if name == "__init__" or name[:2] != "__"}
+        for kind in kinds
+        if kind.__base__ is Step
+    }
     added = [kind for kind, names in own.items() if {"extra"} <= names <= {"extra", "__init__", "on_train_batch_end"}]
     calling = [kind for kind, names in own.items() if names == {"called"}]
 

@@ -44,10 +44,10 @@ def variance_between_samples(module: Any, batch: Any) -> Tensor:
     return token_losses(module, batch, z[:, None].expand(-1, 6, -1)).mean() - 0.1 * z.var(0).mean()
 
 
-def root_in_a_log(module: Any, batch: Any) -> Tensor:
-    loss = F.mse_loss(module(batch["x"]), batch["soft"])
-    module.log("rmse", loss.detach().sqrt())
-    return loss
+def deviation_in_a_log(module: Any, batch: Any) -> Tensor:
+    values = module(batch["x"])
+    module.log("spread", values.detach().std())
+    return F.mse_loss(values, batch["soft"])
 
 
 def sum_as_a_number_in_a_log(module: Any, batch: Any) -> Tensor:
@@ -142,7 +142,7 @@ REFUSED = {
     step.__name__: step
     for step in (
         in_batch_contrastive, root_of_a_mean, batch_hard_triplets, dice_over_the_batch, variance_between_samples,
-        root_in_a_log, sum_as_a_number_in_a_log, quotient_by_a_number_in_a_log, largest_batch_on_the_module,
+        deviation_in_a_log, sum_as_a_number_in_a_log, quotient_by_a_number_in_a_log, largest_batch_on_the_module,
         coupled_before_the_first_unit,
     )
 }  # fmt: skip

@@ -164,8 +164,8 @@ def test_an_attribute_that_does_not_add_up_is_told_by_name(pool: WorkerPool) -> 
 
 
 @pytest.mark.parametrize("layout", [Layout("1f1b", 2, 1, 4), Layout("zb_h1", 2, 2, 2)], ids=str)
-def test_a_logged_quotient_of_numbers_of_python_is_refused_with_its_line(pool: WorkerPool, layout: Layout) -> None:
-    text = refused(pool, layout, "quotient_by_a_number_in_a_log")
+def test_a_logged_quotient_of_numbers_of_python_is_told_with_its_line(pool: WorkerPool, layout: Layout) -> None:
+    (_, (text,)), *_ = pool.run(warned, layout, "quotient_by_a_number_in_a_log", world_size=layout.world_size)
     assert text.startswith("The value that training_step logs as 'share' (")
     line = line_with('log("share"')
     assert f"idiom_refusals.py:{line} in quotient_by_a_number_in_a_log) depends on how" in text
@@ -174,11 +174,11 @@ def test_a_logged_quotient_of_numbers_of_python_is_refused_with_its_line(pool: W
 
 def test_a_logged_value_that_does_not_add_up_is_told_and_training_goes_on(pool: WorkerPool) -> None:
     layout = Layout("1f1b", 2, 1, 4)
-    found = pool.run(warned, layout, "root_in_a_log", world_size=2, timeout=120)
+    found = pool.run(warned, layout, "deviation_in_a_log", world_size=2, timeout=120)
     outcome, (text,) = found[0]  # once, though two batches are checked
-    assert "The value that training_step logs as 'rmse'" in text
-    assert f"idiom_refusals.py:{line_with('loss.detach().sqrt()')} in root_in_a_log by `sqrt`" in text
-    expected = run_idiom(None, "root_in_a_log")
+    assert "The value that training_step logs as 'spread'" in text
+    assert f"idiom_refusals.py:{line_with('values.detach().std()')} in deviation_in_a_log by `std`" in text
+    expected = run_idiom(None, "deviation_in_a_log")
     losses = [batch["outputs"] for batch in outcome["batches"]]
     assert_equal_trees(losses, [batch["outputs"] for batch in expected["batches"]])
 
