@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -95,7 +96,7 @@ class _Watch(OutsideUnits):
         """Begins with the frames that run now, and goes on with those that they call."""
         if sys.gettrace() is not None:
             return
-        frame: FrameType | None = sys._getframe()
+        frame = inspect.currentframe()
         while frame is not None:
             if not frame.f_code.co_filename.startswith(NOT_THE_USERS):
                 self._frames.append(frame)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_pp.errors import BatchError, ConfigurationError, ScheduleError, SplitError
+from lightning_pp.split._torch_private import buffers_of
 from lightning_pp.split.dry_run.carried_state import Left, LeftTensors, buffers_outside, rebound
 from lightning_pp.split.dry_run.recording import OF_UNIT, DryRun
 from lightning_pp.split.fakes.conversion import convertible_fakes
@@ -205,18 +206,23 @@ def _attempt(
         with run.recording(module), recorder, run.operations:
             result = step(run)
         run.finish(result, with_gradients)
-        changed = [*changes(), *rebound(buffers, module)]
+
+        def is_of_unit(name: str) -> bool:
+            return any(name == unit or name.startswith(unit + ".") for unit in units)
+
+        def left() -> list[Left]:
+            own = [Left(*change) for change in changes()]  # buffers of units stay on their stage
+            own = [it for it in own if not (is_of_unit(it[0]) and it[1] in buffers_of(module.get_submodule(it[0])))]
+            return [*own, *rebound(buffers, module)]
+
+        changed = left()
         for name, attribute, value in changed:
-            if not any(name == unit or name.startswith(unit + ".") for unit in units):  # those stay on their stage
+            if not is_of_unit(name):
                 run.need_at_end(value, f"the attribute {attribute!r} of {name or type(module).__name__}")
         run.merge_end()
         record.has_dynamic_shapes |= recorder.makes_integers
         record.depends_on_batch_values |= recorder.asks_for_rows
         record.mutated_attributes = tuple((name, attribute) for name, attribute, _ in changed)
-
-        def left() -> list[Left]:
-            return [*(Left(*change) for change in changes()), *rebound(buffers, module)]
-
         record.carried = _carried(run, step, module, left)
     return record
 

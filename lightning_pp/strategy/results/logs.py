@@ -170,12 +170,15 @@ class StepLogs:
         if found is None:
             return []
         formula, numbers = found
+        if any(map(is_fake, numbers)):  # of another stage, and told where it is used
+            return []
         self._formulas[formula.fingerprint] = formula
         parts = []
         for place, number in enumerate(numbers):
             number = number if self._of_whole_batch is None else self._of_whole_batch(number)
             name = _PART.join((logged.call.name, formula.fingerprint, str(place)))
-            parts.append(_Recorded(replace(logged.call, name=name, dtype=number.dtype), number.detach(), None))
+            call = replace(logged.call, name=name, dtype=number.dtype, extreme=extreme_of(number))
+            parts.append(_Recorded(call, number.detach(), None))
         return parts
 
     def end(self) -> None:

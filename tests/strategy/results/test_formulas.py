@@ -43,6 +43,7 @@ class Logs(Blocks):
     def _log_more(self, logits: Tensor, x: Tensor, labels: Tensor) -> None:
         square = nn.functional.mse_loss(logits, x)
         self.log("rmse", square.sqrt())
+        self.log("peak", logits.abs().max().sqrt())
         self.log("decibels", 10 * torch.log10(1 / square))
         predicted, actual = logits.argmax(-1) == 1, labels == 1
         hits = (predicted & actual).sum()
