@@ -84,6 +84,7 @@ class BatchPreparation:
         self._recorded_step = recorded_step
         self._ends_with_batch = surroundings.options.schedule.whole_batch_loss
         self._is_dynamic = surroundings.options.batches.dynamic_step
+        self._is_checked = surroundings.options.batches.check_first_batches
         self._frozen = frozen
         counting = StepCounting(split.fake_parameters, split.units, metrics, precision.forward_context)
         self.allows_auxiliary = surroundings.options.batches.auxiliary_losses == "per_microbatch"
@@ -142,7 +143,7 @@ class BatchPreparation:
             follows_estimates=follows_estimates,
         )
         lines = frozenset[str]().union(*(plan.record.value_reads_in_tail for plan in plans))
-        decisions = Decisions(lines) if lines else None
+        decisions = Decisions(lines) if lines and self._is_checked else None
         return BatchRun(
             call, microbatches, plans, seed, call_part, self._scopes(attributes, scaled, decisions, call.step), updates
         )
