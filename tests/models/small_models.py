@@ -59,8 +59,17 @@ class Blocks(Descends):
         self.log("val_loss", self.loss(batch))
 
 
+class Residual(Blocks):
+    """The stack without its head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
 class Stack(Blocks):
-    """The same with a buffer, dropout if wanted, and a list of its losses."""
+    """The first with a buffer, dropout if wanted, and a list of its losses."""
 
     def __init__(self, dropout: float = 0.0, num_blocks: int = 4) -> None:
         super().__init__(num_blocks)

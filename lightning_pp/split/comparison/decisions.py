@@ -15,7 +15,7 @@ from lightning_pp.split.unit_calls.compilation import uncompiled_outside_units
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_METRICS = package_folders("torchmetrics")  # which read values of their own, of what they got so far
+_METRICS = package_folders("torchmetrics")
 _READ = (bool, int, float, complex, list)
 
 Jump = tuple[int, int, int]

@@ -140,18 +140,7 @@ class BatchChecks:
         sizes = self.preparation.two_sizes(microbatches, batch, part)
         if all(self.groups.gather(sizes is not None, "whether a batch is checked")) and sizes is not None:
             tolerance = tolerance_of(module, step_dtypes(self.precision).compute, self.device)
-            units, allows_auxiliary = self.preparation.split.units, self.preparation.allows_auxiliary
-            check = PartCheck(
-                module,
-                call.step,
-                sizes,
-                self.groups,
-                units,
-                tolerance,
-                self._reported,
-                allows_auxiliary,
-                self.preparation.follows_formulas,
-            )
+            check = PartCheck(self.preparation, call.step, sizes, self.groups, tolerance, self._reported)
             check.run(partial(self._observe, call, sizes.whole.data, seed))
 
     def _observe(

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import BatchError, ConfigurationError, SplitError, add_note
@@ -33,6 +32,7 @@ from lightning_pp.strategy.batch.differences import (
     text_about,
     text_about_attributes,
 )
+from lightning_pp.strategy.batch.preparation import BatchPreparation
 from lightning_pp.strategy.batch.run import BatchRun
 from lightning_pp.strategy.batch.scaling import TwoSizes
 from lightning_pp.strategy.batch.whole_batch import END_OF_BATCH
@@ -73,26 +73,20 @@ class PartCheck:
     """Checks one part of one batch; every rank does it together.
 
     Attributes:
-        module: The user's module.
+        preparation: Prepares the batches; notes the steps whose logged numbers are computed by formulas.
         step: Name of its step.
         sizes: The part, and what it is cut into.
         groups: Join the ranks.
-        units: Names and modules of the units.
         tolerance: How far values may be apart, relatively.
         reported: Attributes and auxiliary losses that have been reported so far; gets more.
-        allows_auxiliary: Whether an auxiliary loss may depend on the cut.
-        follows_formulas: Steps in which logged numbers are computed of those that they are made of; may get this one.
     """
 
-    module: pl.LightningModule
+    preparation: BatchPreparation
     step: str
     sizes: TwoSizes
     groups: ControlGroups
-    units: Mapping[str, nn.Module]
     tolerance: float
     reported: set[str]
-    allows_auxiliary: bool
-    follows_formulas: set[str]
 
     @cached_property
     def _places(self) -> list[tuple[float, float]]:
@@ -130,11 +124,12 @@ class PartCheck:
             return
         everywhere = [difference for found in of_replicas for difference in found]
         num_logged = sum(difference.is_logged for difference in everywhere)
-        if num_logged and num_logged_before is None and self.step not in self.follows_formulas:
-            self.follows_formulas.add(self.step)
+        followed = self.preparation.follows_formulas
+        if num_logged and num_logged_before is None and self.step not in followed:
+            followed.add(self.step)
             return self.run(observe, num_logged)
         if num_logged == num_logged_before:
-            self.follows_formulas.discard(self.step)
+            followed.discard(self.step)
         self._tell(observe, (whole, parts), differences or next(found for found in of_replicas if found), everywhere)
 
     def _tell(
@@ -148,7 +143,7 @@ class PartCheck:
         are_harmless = all(it.is_attribute for it in everywhere) and not self._attributes_matter(observe, *outcomes)
         ends_run = any(difference.is_loss or difference.is_attribute for difference in everywhere)
         found = Found() if are_harmless else self._culprit(observe, ends_run, everywhere[0].is_loss)
-        code = getattr(inspect.unwrap(getattr(type(self.module), self.step)), "__code__", None)
+        code = getattr(inspect.unwrap(getattr(type(self.preparation.module), self.step)), "__code__", None)
         where = self.step if code is None else f"{code.co_filename}:{code.co_firstlineno}"
         new = [difference for difference in shown if difference.what not in self.reported]
         self.reported.update(difference.what for difference in new)
@@ -156,7 +151,7 @@ class PartCheck:
             if new:
                 rank_zero_warn(text_about_attributes(new, where))
             return
-        if found.auxiliary and self.allows_auxiliary:
+        if found.auxiliary and self.preparation.allows_auxiliary:
             if newly_found := set(found.auxiliary) - self.reported:
                 rank_zero_info(
                     f"auxiliary_losses='per_microbatch': {self.step} ({where}) computes an auxiliary loss for each "
@@ -164,8 +159,7 @@ class PartCheck:
                 )
                 self.reported |= newly_found
             return
-        first = (new or shown)[0]
-        sizes = [part.num_samples for part in self.sizes.parts]
+        first, sizes = (new or shown)[0], [part.num_samples for part in self.sizes.parts]
         text = text_about(self.step, first, found, sizes, first.line or where)
         if ends_run:
             raise SplitError(text)
@@ -214,10 +208,10 @@ class PartCheck:
             @contextmanager
             def around(index: int, stage: int | None) -> Iterator[None]:
                 places, changes, buffers = left
-                StepAttributes(self.module, places, Learned()).apply(changes)
+                StepAttributes(self.preparation.module, places, Learned()).apply(changes)
                 for name, value in {**buffers, **own}.items():
                     place, _, key = name.rpartition(".")
-                    held = buffers_of(self.module.get_submodule(place))
+                    held = buffers_of(self.preparation.module.get_submodule(place))
                     if (buffer := held.get(key)) is None or buffer.shape != value.shape:
                         held[key] = value.clone()
                     elif not is_fake(buffer):
@@ -271,19 +265,20 @@ class PartCheck:
         draws = Draws()
         of_whole: dict[int, Seen] = {}
         of_parts: list[dict[int, Seen]] = [{} for _ in self.sizes.parts]
-        buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        module, allows_auxiliary = self.preparation.module, self.preparation.allows_auxiliary
+        buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
         def around(context: Any, of_run: dict[int, Seen], stage: int | None, share: float) -> ExitStack:
             stack = ExitStack()
-            for name, buffer in self.module.named_buffers():  # as before the batch, whatever a part has left
-                if name in buffers and not self.allows_auxiliary:  # then nothing else may be the reason
+            for name, buffer in module.named_buffers():  # as before the batch, whatever a part has left
+                if name in buffers and not allows_auxiliary:  # then nothing else may be the reason
                     buffer.detach().copy_(buffers[name])
             stack.enter_context(context)
             if stage is not None:
                 seen = of_run.setdefault(stage, Seen(share))
                 if of_run is not of_whole and stage in of_whole:
                     seen.auxiliary = AuxiliaryLosses(of_whole[stage].functions, share)
-                stack.enter_context(watched(seen, self.module, self.units))
+                stack.enter_context(watched(seen, module, self.preparation.split.units))
             return stack
 
         on_whole, on_parts = self._of_whole(draws), self._of_parts(draws)
@@ -300,7 +295,7 @@ class PartCheck:
         assert isinstance(whole, Observed) and isinstance(parts, Observed)
         is_alone = self.groups.is_last_stage and all(is_close(loss, whole.loss, 1e-9) for loss in parts.losses)
         of_whole[max(of_whole)].follow(whole.outputs if is_loss else ())
-        lines, are_losses = set[str](), not is_alone or (self.allows_auxiliary and not whole.losses)
+        lines, are_losses = set[str](), not is_alone or (allows_auxiliary and not whole.losses)
         for stage, seen in of_whole.items():
             others = [part[stage] for part in of_parts if stage in part]
             culprit = first_culprit(seen, others, weights, self.tolerance) if len(others) == len(of_parts) else None

@@ -34,8 +34,11 @@ def leave_averages_to_strategy(trainer: pl.Trainer) -> None:
     for callback in callbacks_of(trainer):
         if isinstance(callback, WeightAveraging) and "setup" not in vars(callback):
             without_copies = replaced_in_class(WeightAveraging, "setup", lambda *_, **__: None)
-            set_up = partial(lambda own, *args, **options: type(own).setup(own, *args, **options), callback)
-            vars(callback)["setup"] = without_copies(set_up)
+            vars(callback)["setup"] = without_copies(partial(_set_up, callback))
+
+
+def _set_up(callback: WeightAveraging, *args: Any, **kwargs: Any) -> None:
+    type(callback).setup(callback, *args, **kwargs)
 
 
 def average_own_part(trainer: pl.Trainer, module: pl.LightningModule, checkpoints: Checkpoints) -> None:

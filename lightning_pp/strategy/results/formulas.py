@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning_pp.split.record.reduction import Kind
 from lightning_pp.split.reductions.functions import kind_of_call
 from lightning_pp.split.reductions.scaling import are_values_as_they_are, degree_of
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
+from lightning_pp.strategy.results.log_calls import LogCall
 
 _MOST_FUNCTIONS = 100
 
@@ -69,18 +71,20 @@ class ScalarFunctions(OutsideUnits):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, tuple[Tensor, Any, Any, Any]] = {}  # tensors are kept, so that their ids stay theirs
-        self._edited: set[int] = set()
+        # by the identity of results, which are kept, so that it stays theirs
+        self._made: dict[int, tuple[Tensor, Any, Any, Any]] = {}
+        self._edited: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        is_followed = not (running_unit() or are_values_as_they_are())  # what a metric computes is its own
+        # what a metric computes is its own
+        is_followed = not (running_unit() or are_values_as_they_are())
         if is_followed and isinstance(result, Tensor) and not result.dim():
             given = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
             if any(each is result for each in given):
-                self._edited.add(id(result))
+                self._edited[id(result)] = result
             elif given and not any(each.dim() for each in given) and not _counts(func, args, kwargs, result):
                 self._made[id(result)] = result, func, args, kwargs
         return result
@@ -125,11 +129,35 @@ class _NoFormulaError(Exception):
     """A number was written into, or is made by too many functions."""
 
 
-def value_of(formula: Formula, numbers: Mapping[int, tuple[float, torch.dtype]]) -> float | None:
-    """The value of a formula for numbers by their places; None if a function does not take them."""
-    given = [numbers[place] for place in sorted(numbers)]
-    # a mean of whole numbers is none
-    tensors = [torch.tensor(n, dtype=dtype if dtype.is_floating_point else torch.float64) for n, dtype in given]
+def with_formulas(calls: Sequence[LogCall], formulas: Mapping[str, Formula]) -> list[LogCall]:
+    """Merged calls, with the values of formulas that all microbatches of all replicas have in common.
+
+    Args:
+        calls: With those of the numbers that logged ones are made of, which are left out.
+        formulas: By their fingerprints.
+    """
+    parts: dict[tuple[Hashable, ...], dict[str, dict[int, LogCall]]] = {}
+    for call in calls:
+        if call.part is not None:
+            fingerprint, place = call.part
+            parts.setdefault(call.whole_key, {}).setdefault(fingerprint, {})[place] = call
+    return [_computed(call, parts.get(call.key, {}), formulas) for call in calls if call.part is None]
+
+
+def _computed(call: LogCall, parts: Mapping[str, Mapping[int, LogCall]], formulas: Mapping[str, Formula]) -> LogCall:
+    for fingerprint, numbers in parts.items():
+        # a number weighs less than the call where some microbatches have another formula
+        if all(number.weight == call.weight and number.value is not None for number in numbers.values()):
+            value = _value_of(formulas[fingerprint], [numbers[place] for place in sorted(numbers)])
+            call = call if value is None else replace(call, value=value)
+    return call
+
+
+def _value_of(formula: Formula, numbers: Sequence[LogCall]) -> float | None:
+    """The value of a formula; None if a function does not take the numbers."""
+    # the mean of integers is none
+    dtypes = [each.dtype if each.dtype.is_floating_point else torch.float64 for each in numbers]
+    tensors = [torch.tensor(each.value, dtype=dtype) for each, dtype in zip(numbers, dtypes, strict=True)]
     try:
         with torch.no_grad():
             return float(formula.of(tensors))

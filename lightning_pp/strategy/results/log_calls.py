@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ class LogCall:
         weight: Number of samples that the value stands for.
         batch_size: What the user gave as ``batch_size``, summed; None where Lightning is to find it.
         extreme: ``min`` or ``max`` where the value is that over samples.
+        part: Of a number that the logged one is made of: the fingerprint of the formula, and its place in it.
         line: The user's line, where the value is a number of Python; empty for a tensor.
     """
 
@@ -52,11 +53,17 @@ class LogCall:
     weight: float
     batch_size: float | None
     extreme: str | None = None
+    part: tuple[str, int] | None = None
     line: str = ""
 
     @property
-    def key(self) -> tuple[str, str, int | None, int]:
-        return self.fx, self.name, self.dataloader_idx, self.occurrence
+    def key(self) -> tuple[Hashable, ...]:
+        return self.fx, self.name, self.dataloader_idx, self.occurrence, self.part
+
+    @property
+    def whole_key(self) -> tuple[Hashable, ...]:
+        """The key of the logged number that this is a part of."""
+        return replace(self, part=None).key
 
     @property
     def reduction(self) -> str:
@@ -110,7 +117,7 @@ def merge_calls(parts: Iterable[Sequence[LogCall]], *, by_batch_size: bool = Fal
     Raises:
         MisconfigurationException: Two parts disagree on what a key is.
     """
-    by_key: dict[tuple[str, str, int | None, int], list[LogCall]] = {}
+    by_key: dict[tuple[Hashable, ...], list[LogCall]] = {}
     for calls in parts:
         for call in calls:
             by_key.setdefault(call.key, []).append(call)

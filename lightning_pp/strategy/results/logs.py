@@ -20,7 +20,7 @@ device, and after the replay all ranks hold the values that one device would hol
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,10 +48,9 @@ from lightning_pp.strategy._lightning_private import (
 from lightning_pp.strategy.lightning.callers import line_of_user
 from lightning_pp.strategy.lightning.patching import replaced
 from lightning_pp.strategy.results.batch_values import BatchValues
-from lightning_pp.strategy.results.formulas import Formula, ScalarFunctions, value_of
+from lightning_pp.strategy.results.formulas import Formula, ScalarFunctions, with_formulas
 from lightning_pp.strategy.results.log_calls import LogCall, merge_calls, reduction_name, to_tensors
 
-_PART = "\0"  # between a name, the fingerprint of its formula, and the place of a number in it
 _NOT_KEPT = ("batch_size", "sync_dist", "sync_dist_fn", "sync_dist_group")
 
 
@@ -75,7 +74,6 @@ class StepLogs:
         self.follows_formulas = follows_formulas
         self._functions: ScalarFunctions | None = None
         self._formulas: dict[str, Formula] = {}
-        self._of_metrics: set[tuple[str, str, int]] = set()  # what a metric computes of its states
         self._microbatches: dict[int, list[_Recorded]] = {}
         self._recorded: list[_Recorded] | None = None
         self._is_in_step = False
@@ -114,7 +112,8 @@ class StepLogs:
             if (recorded := self._recorded) is not None:
                 if self._of_whole_batch is not None and isinstance(value, Tensor):
                     value = self._of_whole_batch(value)
-                occurrence = sum(earlier.call.name == name and earlier.call.fx == fx for earlier in recorded)
+                earlier = [each.call for each in recorded if each.call.part is None]
+                occurrence = sum(call.name == name and call.fx == fx for call in earlier)
                 recorded.append(_recorded(module, results, fx, name, occurrence, value, options, self._given))
                 recorded += self._numbers_of(recorded[-1])
 
@@ -173,13 +172,9 @@ class StepLogs:
         if any(map(is_fake, numbers)):  # of another stage, and told where it is used
             return []
         self._formulas[formula.fingerprint] = formula
-        parts = []
-        for place, number in enumerate(numbers):
-            number = number if self._of_whole_batch is None else self._of_whole_batch(number)
-            name = _PART.join((logged.call.name, formula.fingerprint, str(place)))
-            call = replace(logged.call, name=name, dtype=number.dtype, extreme=extreme_of(number))
-            parts.append(_Recorded(call, number.detach(), None))
-        return parts
+        numbers = numbers if self._of_whole_batch is None else self._of_whole_batch(numbers)
+        parts = [(replace(logged.call, part=(formula.fingerprint, i)), n) for i, n in enumerate(numbers)]
+        return [_Recorded(replace(it, dtype=n.dtype, extreme=extreme_of(n)), n.detach(), None) for it, n in parts]
 
     def end(self) -> None:
         """The step has ended."""
@@ -188,18 +183,19 @@ class StepLogs:
 
     def take_batch_values(self, metrics: BatchValues) -> None:
         """Replaces the values that ``metrics`` computed for microbatches by those for the batch."""
-        places: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
+        places: dict[Hashable, list[tuple[int, int]]] = {}
         for index in sorted(self._microbatches):
             for place, item in enumerate(self._microbatches[index]):
-                places.setdefault((item.call.fx, item.call.name, item.call.occurrence), []).append((index, place))
+                places.setdefault(item.call.key, []).append((index, place))
+        of_metrics = set()
         for key, found in places.items():
             value = metrics.value_of([self._microbatches[index][place].given for index, place in found])
-            if value is None:
-                continue
-            self._of_metrics.add(key)
-            for index, place in found:
+            for index, place in found if value is not None else ():
+                of_metrics.add(key)
                 recorded = self._microbatches[index]
                 recorded[place] = replace(recorded[place], value=value)
+        for recorded in self._microbatches.values():  # no formula makes such a value
+            recorded[:] = [it for it in recorded if not it.call.part or it.call.whole_key not in of_metrics]
 
     def to_host(self, copies: HostCopies) -> None:
         """Replaces the recorded values by copies, since the next step may change them."""
@@ -210,29 +206,7 @@ class StepLogs:
 
     def merge(self, weights: Sequence[float], num_samples: int) -> list[LogCall]:
         """What the whole batch of this replica logged: :meth:`_merge`, with numbers that are made of others."""
-        return self._of_formulas(self._merge(weights, num_samples))
-
-    def _of_formulas(self, calls: Sequence[LogCall]) -> list[LogCall]:
-        """Merged calls, with the values of formulas that all microbatches of all replicas have in common."""
-        numbers: dict[tuple[Any, ...], dict[str, dict[int, LogCall]]] = {}
-        for call in calls:
-            if _PART in call.name:
-                name, fingerprint, place = call.name.split(_PART)
-                formulas = numbers.setdefault(replace(call, name=name).key, {})
-                formulas.setdefault(fingerprint, {})[int(place)] = call
-        found = []
-        for call in calls:
-            of_call = numbers.get(call.key, {})
-            if (call.fx, call.name, call.occurrence) in self._of_metrics:
-                of_call = {}
-            for fingerprint, of_formula in of_call.items():
-                given = {p: (c.value, c.dtype) for p, c in of_formula.items() if c.value is not None}
-                is_common = len(given) == len(of_formula) and all(c.weight == call.weight for c in of_formula.values())
-                value = value_of(self._formulas[fingerprint], given) if is_common else None
-                call = call if value is None else replace(call, value=value)
-            if _PART not in call.name:
-                found.append(call)
-        return found
+        return with_formulas(self._merge(weights, num_samples), self._formulas)
 
     def _merge(self, weights: Sequence[float], num_samples: int) -> list[LogCall]:
         """What the whole batch logged, from what its microbatches did.
@@ -304,7 +278,8 @@ class StepLogs:
             replicas.append(calls)
             total += samples
             first, asks_check = first or found, asks_check or asks
-        return self._of_formulas(merge_calls(replicas, by_batch_size=True)), total, first, asks_check
+        calls = with_formulas(merge_calls(replicas, by_batch_size=True), self._formulas)
+        return calls, total, first, asks_check
 
 
 def replay(module: LightningModule, calls: Sequence[LogCall], batch_size: int) -> None:

@@ -11,20 +11,15 @@ import torch
 from parity_run import Layout
 from pipelined_fit import trainer
 from pool import WorkerPool
-from small_models import Blocks
+from small_models import Residual
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 NUM_CLASSES = 4
 
 
-class Logs(Blocks):
+class Logs(Residual):
     """Logs what is made of sums and means over samples; some samples have no label."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        for block in self.blocks:
-            h = h + torch.tanh(block(h))
-        return h
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, labels = batch
