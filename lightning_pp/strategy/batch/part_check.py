@@ -262,8 +262,7 @@ class PartCheck:
             ends_run: Whether only differences count that end the run.
             is_loss: Whether it is the loss that differs.
         """
-        draws = Draws()
-        of_whole: dict[int, Seen] = {}
+        draws, of_whole = Draws(), dict[int, Seen]()
         of_parts: list[dict[int, Seen]] = [{} for _ in self.sizes.parts]
         module, allows_auxiliary = self.preparation.module, self.preparation.allows_auxiliary
         buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
