@@ -101,9 +101,9 @@ def test_one_layer_makes_process_groups() -> None:
 BUDGETS = {
     ("split",): 13_089,
     ("strategy",): 13_778,
-    ("cli", "conf", "doctor"): 8_899,
+    ("cli", "conf", "doctor"): 8_717,
     ("telemetry", "callbacks"): 4_170,
-    ("schedule",): 4_870,
+    ("schedule",): 4_856,
     ("planning",): 5_518,
     ("runtime",): 4_572,
     ("checkpoint",): 3_621,

@@ -59,8 +59,6 @@ class Family:
         has_fixed_stages: Whether it allows no other number of them than the default.
         summary: One line for people who choose.
         is_search: Whether it searches, and so takes long and depends on the costs.
-        patterns: The programs that it chooses from by the costs, or fits to them; None where it looks at none.
-        is_fitted: Whether it fits them.
     """
 
     name: str
@@ -69,8 +67,6 @@ class Family:
     default_stages_per_rank: int = 1
     has_fixed_stages: bool = False
     is_search: bool = False
-    patterns: Callable[[ScheduleRequest], Sequence[Schedule]] | None = None
-    is_fitted: bool = False
 
     def allows(self, stages_per_rank: int) -> bool:
         """True when the family can place so many stages on a rank."""

@@ -92,14 +92,9 @@ def build_split(name: str, k: int, request: ScheduleRequest) -> Schedule:
     return Schedule(name, placement, m, tuple(programs))
 
 
-def _both_warm_ups(request: ScheduleRequest) -> list[Schedule]:
-    """With the turns of ZB-H1 and with those of 1F1B."""
-    return [build_split("interleaved_zb", k, request) for k in (1, 2)]
-
-
 def build_interleaved_zb(request: ScheduleRequest) -> Schedule:
-    """The better warm-up under the costs and the limit; that of ZB-H1, which holds less, for a very large step."""
-    both = _both_warm_ups(request)
+    """The better warm-up under the costs and the limit, ZB-H1 or 1F1B; in very large steps ZB-H1, which holds less."""
+    both = [build_split("interleaved_zb", k, request) for k in (1, 2)]
     return both[0] if sum(map(len, both[0].programs)) > MOST_FITTED_ACTIONS else best_of(both, request)
 
 
@@ -123,6 +118,5 @@ register(
         build_interleaved_zb,
         "interleaved_1f1b with split backward",
         default_stages_per_rank=2,
-        patterns=_both_warm_ups,
     )
 )

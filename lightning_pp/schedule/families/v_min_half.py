@@ -44,8 +44,8 @@ def _v_half_offsets(p: int, rank: int) -> dict[str, int]:
     }
 
 
-def _patterns(name: str, request: ScheduleRequest) -> list[Schedule]:
-    """One: the building block of every rank, repeated, with each W in the first free slot after its I."""
+def _pattern(name: str, request: ScheduleRequest) -> Schedule:
+    """The building block of every rank, repeated, with each W in the first free slot after its I."""
     p, m = request.num_ranks, request.num_microbatches
     offsets_of = _v_min_offsets if name == "v_min" else _v_half_offsets
     placement = Placement.v_shaped(p)
@@ -63,7 +63,7 @@ def _patterns(name: str, request: ScheduleRequest) -> list[Schedule]:
         weights = inputs + (W - I) * n * m
         weight_slots = _free_slots_after(np.sort(np.concatenate(slots[2:])), np.concatenate(slots))
         programs.append(CodedProgram(in_order(*zip(codes, slots, strict=True), (weights, weight_slots)), n, m))
-    return [Schedule(name, placement, m, tuple(programs))]
+    return Schedule(name, placement, m, tuple(programs))
 
 
 def _free_slots_after(inputs: Codes, taken: Codes) -> Codes:
@@ -79,7 +79,7 @@ def _free_slots_after(inputs: Codes, taken: Codes) -> Codes:
 
 def build_v(name: str, request: ScheduleRequest) -> Schedule:
     """The pattern; in a step of at most ``MOST_FITTED_ACTIONS``, fitted to the costs in the memory of the pattern."""
-    (schedule,) = _patterns(name, request)
+    schedule = _pattern(name, request)
     num_actions = sum(map(len, schedule.programs))
     if num_actions > MOST_FITTED_ACTIONS:
         return schedule
@@ -104,7 +104,5 @@ for _name, _share in (("v_half", "half"), ("v_min", "a third")):
             f"two stages a rank in a V; {_share} of the memory of 1f1b",
             default_stages_per_rank=2,
             has_fixed_stages=True,
-            patterns=partial(_patterns, _name),
-            is_fitted=True,
         )
     )

@@ -60,7 +60,5 @@ register(
         "two stages a rank in a V; nearly no bubble in the memory of 1f1b",
         default_stages_per_rank=2,
         has_fixed_stages=True,
-        patterns=lambda request: [build_zb_v_by_hand(request)],
-        is_fitted=True,
     )
 )

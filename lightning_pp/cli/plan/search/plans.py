@@ -6,21 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from heapq import heappop, heappush
-
-import numpy as np
+from operator import itemgetter
 
 from lightning_pp.cli.plan.collectives import Collectives
 from lightning_pp.cli.plan.costs import Costs, Speed
 from lightning_pp.cli.plan.memory import PlanMemory
 from lightning_pp.cli.plan.schedules import PlannedSchedule, Planner
-from lightning_pp.cli.plan.search.bounds import (
-    ONE_MICROBATCH,
-    Blocks,
-    Held,
-    least_span,
-    microbatches_held,
-    patterns_of,
-)
+from lightning_pp.cli.plan.search.bounds import Blocks
 from lightning_pp.cli.plan.search.recordings import Recordings
 from lightning_pp.cli.plan.search.space import Layout, ShardingChoice, Space
 from lightning_pp.distributed.sizes import ParallelSizes
@@ -31,21 +23,13 @@ from lightning_pp.planning.model_cutter import ModelCutter
 from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.stage_model import RecordedModel
-from lightning_pp.schedule import Schedule
 from lightning_pp.schedule.registry import schedule_family
-from lightning_pp.schedule.simulation.simulate import LongestSpans
 from lightning_pp.split.data.microbatch import Microbatch, first_samples
 from lightning_pp.strategy.plan_only import FirstStep
 
 NUM_BEST = 10
 _WORTH_TELLING = 1.5
 """Plans with a step longer than this times the best are not listed, even if the list stays short."""
-_FITTED, _FIXED = 1.25, 1.15
-"""The largest gain over the pattern on equal stages, of an order fitted to the costs and of one that is not."""
-_UNEVEN = 1.15
-"""The fullest rank may hold this factor less than with equal stages."""
-_FEW_ACTIONS = 1000
-"""Programs of fewer actions are fitted at once, and may gain more."""
 _IMPOSSIBLE = (ConfigurationError, SplitError, ScheduleError)
 
 
@@ -139,9 +123,6 @@ class PlanSearch:
         wishes = replace(options.cut, flops_per_byte=step.device.flops_per_byte)
         self._blocks = cache(lambda recording: Blocks.of(recording, self._costs(1), wishes))
         self._state = cache(lambda blocks, choice, num: blocks.state(self._memory_model(choice, num)))
-        self._patterns = cache(patterns_of)
-        self._spans = cache(lambda *sizes: list(map(LongestSpans, self._patterns(*sizes))))
-        self._held = cache(lambda over, *sizes: [microbatches_held(one, over) for one in self._patterns(*sizes)])
         self._first_sizes: dict[bool, int] = {}
 
     def run(self, tell: Callable[[str], None] = lambda text: None) -> SearchResult:
@@ -155,27 +136,22 @@ class PlanSearch:
         """
         result = SearchResult()
         unfit: list[tuple[Layout, ShardingChoice]] = []
-        waiting: list[tuple[float, int, Layout, list[ShardingChoice] | None]] = []
+        waiting: list[tuple[float, int, Layout]] = []
         for place, layout in enumerate(self._space.layouts()):
             result.num_plans += len(self._space.sharding_of(layout))
             try:
                 tell(f"recording the step on microbatches of size {layout.microbatch_size}")
-                heappush(waiting, (self._least_time(layout, ()), place, layout, None))
+                heappush(waiting, (self._least_time(layout), place, layout))
             except _IMPOSSIBLE as error:
                 result.give_up(layout, len(self._space.sharding_of(layout)), error)
-        while waiting:  # the shortest step comes first: of those whose memory was not looked at, by their work alone
+        while waiting:  # the shortest step comes first, by its work alone
             tell(f"comparing plans: {len(waiting)} layouts are left, {len(result.best)} found are among the best")
-            about, place, layout, choices = heappop(waiting)
-            if choices is not None:
-                unfit += self._look_at(layout, choices, about, result)
-            elif about > result.longest:
-                result.num_slower += len(self._space.sharding_of(layout))
+            least, _, layout = heappop(waiting)
+            choices = self._space.sharding_of(layout)
+            if least > result.longest:
+                result.num_slower += len(choices)
             else:
-                several = self._space.sharding_of(layout)
-                choices = [choice for choice in several if self._may_fit(layout, choice)]
-                unfit += [(layout, choice) for choice in several if choice not in choices]
-                if choices:
-                    heappush(waiting, (max(about, self._pattern_time(layout)), place, layout, choices))
+                unfit += self._look_at(layout, choices, result)
         result.num_too_large = len(unfit)
         if not result.best:
             tell("looking for the plan that needs least memory")
@@ -185,21 +161,16 @@ class PlanSearch:
     # ---------------------------------------------------------------- one layout
 
     def _look_at(
-        self, layout: Layout, choices: Sequence[ShardingChoice], about: float, result: SearchResult
+        self, layout: Layout, choices: Sequence[ShardingChoice], result: SearchResult
     ) -> list[tuple[Layout, ShardingChoice]]:
-        """Cuts and simulates plans of ``layout``, if they may be among the best; those that do not fit.
-
-        ``about`` is what a step takes by the patterns, or by its work alone.
-        """
-        gain = _FITTED if schedule_family(layout.schedule).is_fitted else _FIXED
-        if max(self._least_time(layout, self._layout_patterns(layout)), about / gain) > result.longest:
-            result.num_slower += len(choices)
-            return []
-        unfit, found = list[tuple[Layout, ShardingChoice]](), list[FoundPlan]()
+        """Cuts and simulates plans of ``layout`` that may fit; those that do not fit."""
+        may_fit = [choice for choice in choices if self._may_fit(layout, choice)]
+        unfit = [(layout, choice) for choice in choices if choice not in may_fit]
+        found: list[FoundPlan] = []
         like: PlannedSchedule | None = None
-        for place, choice in enumerate(choices):
+        for place, choice in enumerate(may_fit):
             if like is not None and self._is_shared(layout) and like.time_in_a_row > result.longest:
-                result.num_slower += len(choices) - place  # no gathers and reductions make it shorter
+                result.num_slower += len(may_fit) - place  # no gathers and reductions make it shorter
                 break
             try:
                 plan = self._planned(layout, choice, like)
@@ -244,62 +215,19 @@ class PlanSearch:
 
     # ---------------------------------------------------------------- bounds
 
-    def _pattern_sizes(self, layout: Layout) -> tuple[str, int, int, int]:
-        """For :func:`patterns_of`: with more than two microbatches a rank, none holds more, unless it holds all."""
-        num_ranks, number = layout.num_ranks, layout.num_microbatches
-        number = number if layout.schedule == "gpipe" else min(number, 2 * num_ranks)
-        return layout.schedule, num_ranks, number, layout.stages_per_rank
-
-    def _layout_patterns(self, layout: Layout) -> Sequence[Schedule]:
-        return () if self._options.schedule.whole_batch_loss else self._patterns(*self._pattern_sizes(layout))
-
-    def _least_time(self, layout: Layout, patterns: Sequence[Schedule]) -> float:
+    def _least_time(self, layout: Layout) -> float:
         """No plan of ``layout`` has a shorter step in a row."""
-        num_ranks, number = layout.num_ranks, layout.num_microbatches
-        is_known = len(patterns) == 1 and not schedule_family(layout.schedule).is_fitted
-        program = patterns[0] if is_known else None
-        return min(
-            least_span(blocks.work, blocks.longest_work(num_ranks), num_ranks, number, program)
-            for blocks in self._layout_blocks(layout)
-        )
-
-    def _pattern_time(self, layout: Layout) -> float:
-        """About what a step in a row takes at the least; 0 where that is not known."""
-        num_stages, number = layout.num_stages, layout.num_microbatches
-        if 3 * num_stages * number <= _FEW_ACTIONS or not self._layout_patterns(layout):
-            return 0.0
-        name, num_ranks, built, per_rank = self._pattern_sizes(layout)
         several = self._layout_blocks(layout)
-        equal = np.repeat([blocks.milliseconds.sum(axis=1) / num_stages for blocks in several], num_stages)
-        times = equal.reshape(len(several), 3, num_stages).swapaxes(0, 1)
-        work = np.array([blocks.work for blocks in several]) / num_ranks
-        found = []
-        for place, spans in enumerate(self._spans(name, num_ranks, built, per_rank)):
-            longest = spans.of(times)
-            if number > built:
-                fewer = self._spans(name, num_ranks, num_ranks, per_rank)[place].of(times)
-                longest += (number - built) * np.maximum(work, (longest - fewer) / num_ranks)
-            found.append(float(longest.min()))
-        return min(found)
+        return layout.num_microbatches * min(blocks.longest_work(layout.num_ranks) for blocks in several)
+
+    def _least_need(self, layout: Layout, choice: ShardingChoice) -> float:
+        """The fullest rank of no plan holds less, bytes."""
+        num_ranks, num_replicas = layout.num_ranks, layout.num_replicas
+        several = self._layout_blocks(layout)
+        return min(blocks.least_need(self._state(blocks, choice, num_replicas), num_ranks) for blocks in several)
 
     def _may_fit(self, layout: Layout, choice: ShardingChoice) -> bool:
-        if self._limit is None:
-            return True
-        least, number = self._least_held(layout), layout.num_stages
-        more = self._limit * _UNEVEN
-        limit = more if schedule_family(layout.schedule).is_fitted else self._limit
-        sums = self._held(np.sum, *self._pattern_sizes(layout)) if self._layout_patterns(layout) else [None]
-        return any(
-            blocks.can_fit(state, held, limit) and (of_all is None or blocks.about_need(state, of_all, number) <= more)
-            for blocks in self._layout_blocks(layout)
-            for state in [self._state(blocks, choice, layout.num_replicas)]
-            for held, of_all in zip(least, sums, strict=True)
-        )
-
-    def _least_held(self, layout: Layout) -> list[list[Held]]:
-        """For each pattern and rank, microbatches that it holds of all its stages at one time or another."""
-        held = None if self._options.schedule.whole_batch_loss else self._held(np.min, *self._pattern_sizes(layout))
-        return held or [[ONE_MICROBATCH] * layout.num_ranks]
+        return self._limit is None or self._least_need(layout, choice) <= self._limit
 
     def _layout_blocks(self, layout: Layout) -> list[Blocks]:
         """Of the recording, and of the one with its head whole, where that is another."""
@@ -308,19 +236,8 @@ class PlanSearch:
 
     def _smallest_plan(self, unfit: Sequence[tuple[Layout, ShardingChoice]]) -> FoundPlan | None:
         """The plan whose fullest rank holds least; plans whose bound is above that are not cut."""
-
-        def bound(pair: tuple[Layout, ShardingChoice]) -> float:
-            layout, choice = pair
-            is_fitted = schedule_family(layout.schedule).is_fitted
-            several = [[ONE_MICROBATCH] * layout.num_ranks] if is_fitted else self._least_held(layout)
-            return min(
-                blocks.least_need(self._state(blocks, choice, layout.num_replicas), held)
-                for blocks in self._layout_blocks(layout)
-                for held in several
-            )
-
         least: FoundPlan | None = None
-        for need, (layout, choice) in sorted(((bound(pair), pair) for pair in unfit), key=lambda entry: entry[0]):
+        for need, (layout, choice) in sorted(((self._least_need(*pair), pair) for pair in unfit), key=itemgetter(0)):
             if least is not None and need >= least.planned.peak_bytes:
                 break
             try:

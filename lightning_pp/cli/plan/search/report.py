@@ -94,7 +94,7 @@ def _summary(search: Search) -> str:
     parts = [f"{result.num_too_large} do not fit"] if search.limit_bytes is not None else []
     if result.impossible:
         parts.append(f"{len(result.impossible)} are not possible")
-    parts.append(f"{result.num_slower} cannot be among the best, by their work and bubble alone")
+    parts.append(f"{result.num_slower} cannot be among the best, by their work alone")
     parts.append(f"{result.num_cut} were cut and simulated")
     samples = search.space.num_samples
     return (
