@@ -103,7 +103,7 @@ BUDGETS = {
     ("strategy",): 13_778,
     ("cli", "conf", "doctor"): 8_717,
     ("telemetry", "callbacks"): 4_170,
-    ("schedule",): 4_856,
+    ("schedule",): 4_754,
     ("planning",): 5_518,
     ("runtime",): 4_572,
     ("checkpoint",): 3_621,

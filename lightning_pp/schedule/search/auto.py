@@ -4,9 +4,9 @@ Best is the shortest longest span, which is the time of a step in a row of overl
 makespan is within half a percent of the shortest. Where steps are known to be back to back the makespan does not count,
 and best is the shortest time from a step to the next. Candidates are every hand-made schedule and what the greedy
 construction makes under many policies, on every placement that the number of stages allows. The best are shortened by
-justification and by annealing, in small problems on each placement. For a step whose loss needs the whole batch, F and
-backwards are chosen apart (:mod:`lightning_pp.schedule.search.phases`). All effort is counted in simulated actions, so
-the same request gives the same schedule on every machine, unless it has a bound in seconds and reaches that.
+justification and by annealing, in small problems on each placement; not for a step whose loss needs the whole batch,
+where moves would have to keep all F first. All effort is counted in simulated actions, so the same request gives the
+same schedule on every machine, unless it has a bound in seconds and reaches that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from lightning_pp.schedule.search.deadline import Deadline
 from lightning_pp.schedule.search.greedy import Policy, build_greedy
 from lightning_pp.schedule.search.justify import PASSES_OF_A_ROUND, justify
 from lightning_pp.schedule.search.local import Climb
-from lightning_pp.schedule.search.phases import best_of_both_phases
 from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Length, Objective, earliest, find_length, lower_bound
 from lightning_pp.schedule.sharding import insert_sharding, with_last_split
@@ -49,8 +48,6 @@ _SMALL = 400
 """With up to this many actions, every placement is improved and the climb may go uphill."""
 _FEWEST_PASSES = 8
 """Passes over all actions; a search with time for fewer tries nothing."""
-_PASSES_OF_PHASES = 3
-"""The cost of splitting a candidate into forwards and backwards, in passes over its actions."""
 _PLANNED_ACTIONS = 2_000_000
 """Gathers are planned for this many actions even after the end of the search."""
 _NUM_SIMULATED = 3
@@ -78,38 +75,23 @@ def build_auto(request: ScheduleRequest) -> Schedule:
     problems = [_problem(request, placement, request.num_microbatches) for placement in placements]
     deadline = Deadline(request.search_seconds)
     hand_made = list(_hand_made(request))
-    if not deadline.allows(_fewest_actions(request, problems, len(hand_made))):
-        found = _as_found(hand_made) or [
-            problem.schedule_of(problem.sequential_orders(), "auto (sequential)") for problem in problems
-        ]
-        if request.whole_batch_loss:
-            found = [schedule.with_whole_batch_loss() for schedule in found]
-        return merge_where_nobody_waits(_best(found, request, deadline), request.costs)
-    candidates = [*_raw_candidates(problems, hand_made, deadline), *_greedy_candidates(request, problems, deadline)]
-    if request.whole_batch_loss or not (candidates or hand_made) or deadline.allows(2 * problems[0].num_actions):
-        candidates += [_measured(problem, problem.sequential_orders(), "sequential") for problem in problems]
-    if request.whole_batch_loss:
-        candidates = [_in_two_phases(problem, candidates, deadline, quick=request.quick) for problem in problems]
-    elif candidates and not request.quick and not deadline.has_passed():
+    candidates: list[_Candidate] = []
+    if deadline.allows(_FEWEST_PASSES * problems[0].num_actions):
+        candidates += _raw_candidates(problems, hand_made, deadline)
+        candidates += _greedy_candidates(request, problems, deadline)
+    if not (candidates or hand_made):
+        candidates = [_measured(problem, problem.sequential_orders(), "sequential") for problem in problems]
+    if candidates and not request.whole_batch_loss and not request.quick and not deadline.has_passed():
         candidates += _improved(candidates, problems, deadline, request)
     # with sharding, what is best depends on gathers, which only the full simulation knows
     if candidates and request.sharding is None:
         objective = _objective(candidate.length.makespan for candidate in candidates)
         candidates = sorted(candidates, key=lambda candidate: objective.of(candidate.length))[:_NUM_SIMULATED]
     found = [candidate.problem.schedule_of(candidate.orders, f"auto ({candidate.origin})") for candidate in candidates]
-    return merge_where_nobody_waits(_best(found + _as_found(hand_made), request, deadline), request.costs)
-
-
-def _fewest_actions(request: ScheduleRequest, problems: list[Problem], num_hand_made: int) -> int:
-    """What a search looks at before it can find anything better than the hand-made schedules."""
-    num_passes = _FEWEST_PASSES
+    found += [replace(schedule, name=f"auto ({schedule.name})") for schedule in hand_made]
     if request.whole_batch_loss:
-        num_passes += _PASSES_OF_PHASES * (num_hand_made + len(problems))
-    return num_passes * problems[0].num_actions
-
-
-def _as_found(hand_made: Iterable[Schedule]) -> list[Schedule]:
-    return [replace(schedule, name=f"auto ({schedule.name})") for schedule in hand_made]
+        found = [schedule.with_whole_batch_loss() for schedule in found]
+    return merge_where_nobody_waits(_best(found, request, deadline), request.costs)
 
 
 def _problem(request: ScheduleRequest, placement: Placement, num_microbatches: int) -> Problem:
@@ -120,16 +102,6 @@ def _problem(request: ScheduleRequest, placement: Placement, num_microbatches: i
         request.memory_limit,
         whole_batch_loss=request.whole_batch_loss,
     )
-
-
-def _in_two_phases(
-    problem: Problem, candidates: Iterable[_Candidate], deadline: Deadline, *, quick: bool
-) -> _Candidate:
-    found = [candidate.orders for candidate in candidates if candidate.problem is problem]
-    is_small = problem.num_actions <= _CLIMBING_ACTIONS // _MIN_CLIMBING_STEPS
-    improves = is_small and not quick and deadline.allows(problem.num_actions)
-    orders = best_of_both_phases(problem, found, improves=improves, deadline=deadline)
-    return _measured(problem, orders, "forwards first")
 
 
 def _best(schedules: list[Schedule], request: ScheduleRequest, deadline: Deadline) -> Schedule:
