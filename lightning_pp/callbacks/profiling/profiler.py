@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -88,11 +88,13 @@ class PipelineProfiler(Callback):
             "profile_memory": profile_memory,
             "with_stack": with_stack,
         }
-        self._windows: _Windows | None = None
+        self._profiler: _Profiler | None = None
+        self._num_batches = 0
+        self._writes = True
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Checks what is asked for, and finds the folder."""
-        self._windows = None
+        self._profiler, self._num_batches, self._writes = None, 0, True
         if isinstance(trainer.profiler, PyTorchProfiler):  # type: ignore[attr-defined] # set by a connector
             raise ConfigurationError(
                 "PipelineProfiler cannot run beside Trainer(profiler='pytorch'), because torch runs one profiler at "
@@ -106,21 +108,24 @@ class PipelineProfiler(Callback):
             )
         folder = shared_folder(trainer, self.dirpath, _FOLDER)
         if is_chosen("PipelineProfiler", self.ranks, trainer.global_rank):
-            if self.nvtx:
-                self._windows = _NvtxWindows(self._action_of_batch)
-            else:
-                self._windows = _TraceWindows(self._action_of_batch, folder, trainer.global_rank, device, self._options)
+            write = partial(self._write, folder, trainer.global_rank)
+            self._profiler = _Nvtx(self._action_of_batch) if self.nvtx else self._torch_profiler(device, write)
+
+    def _torch_profiler(self, device: torch.device, write: Callable[[profile], None]) -> profile:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        return profile(activities=activities, schedule=self._action_of_batch, on_trace_ready=write, **self._options)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The sanity check is over, and the first batch comes."""
-        if self._windows is not None:
-            self._windows.start()
+        if self._profiler is not None:
+            self._profiler.start()
             self._label(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Begins or ends a window, if it is time."""
-        if self._windows is not None:
-            self._windows.next_batch()
+        if self._profiler is not None:
+            self._num_batches += 1
+            self._profiler.step()
             self._label(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -132,114 +137,66 @@ class PipelineProfiler(Callback):
         self._end(trainer, writes=False)
 
     def _end(self, trainer: pl.Trainer, *, writes: bool) -> None:
-        windows, self._windows = self._windows, None
-        if windows is not None:
-            windows.stop(writes=writes)
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            self._writes = writes
+            profiler.stop()
             set_label(trainer, None)
 
     def _label(self, trainer: pl.Trainer) -> None:
-        assert self._windows is not None
-        set_label(trainer, self._windows.label if self._windows.is_open else None)
+        """Names the actions of the next batch, if that is in a window."""
+        label: Label = torch.cuda.nvtx.range if self.nvtx else record_function
+        set_label(trainer, label if self._action_of_batch(self._num_batches) in _RECORDING else None)
 
-
-class _Windows(ABC):
-    """Windows of batches, one after the other.
-
-    Args:
-        action_of_batch: What the profiler does in the batch of a number, as ``torch.profiler.schedule`` tells.
-    """
-
-    label: Label
-
-    def __init__(self, action_of_batch: Callable[[int], ProfilerAction]) -> None:
-        self._action_of_batch = action_of_batch
-        self._num_batches = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the next batch is in a window."""
-        return self._action_of_batch(self._num_batches) in _RECORDING
-
-    @abstractmethod
-    def start(self) -> None:
-        """The first batch comes."""
-
-    @abstractmethod
-    def next_batch(self) -> None:
-        """A batch has ended."""
-
-    @abstractmethod
-    def stop(self, *, writes: bool) -> None:
-        """No batch comes any more."""
-
-
-class _TraceWindows(_Windows):
-    """Written as traces of torch's profiler."""
-
-    label = record_function
-
-    def __init__(
-        self,
-        action_of_batch: Callable[[int], ProfilerAction],
-        folder: Path,
-        rank: int,
-        device: torch.device,
-        options: dict[str, Any],
-    ) -> None:
-        super().__init__(action_of_batch)
-        self._folder = folder
-        self._rank = rank
-        self._writes = True
-        activities = [ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities, schedule=action_of_batch, on_trace_ready=self._write, **options)
-
-    def start(self) -> None:
-        self._profile.start()
-
-    def next_batch(self) -> None:
-        self._num_batches += 1
-        self._profile.step()
-
-    def stop(self, *, writes: bool) -> None:
-        self._writes = writes
-        self._profile.stop()
-
-    def _write(self, found: profile) -> None:
+    def _write(self, folder: Path, rank: int, found: profile) -> None:
         if not self._writes:
             return
-        path = self._folder / f"rank{self._rank:04d}.{self._num_batches:06d}.pt.trace.json.gz"
+        path = folder / f"rank{rank:04d}.{self._num_batches:06d}.pt.trace.json.gz"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             found.export_chrome_trace(str(path))
         except Exception as error:
             tell_unwritten(f"The profile {path}", error)
 
 
-class _NvtxWindows(_Windows):
-    """Windows as NVTX ranges, for a profiler outside of the process."""
+class _Profiler(Protocol):
+    """What is started with the first batch, steps after each, and is stopped after the last."""
 
-    label = torch.cuda.nvtx.range
+    def start(self) -> None: ...
+
+    def step(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class _Nvtx:
+    """Opens windows for a profiler outside of the process, when torch's own would record.
+
+    Args:
+        action_of_batch: What the profiler does in the batch of a number, as ``torch.profiler.schedule`` tells.
+    """
+
+    def __init__(self, action_of_batch: Callable[[int], ProfilerAction]) -> None:
+        self._action_of_batch = action_of_batch
+        self._num_batches = 0
+        self._is_open = False
 
     def start(self) -> None:
-        self._was_open = False
-        self._follow(self.is_open)
+        self._follow(self._action_of_batch(0) in _RECORDING)
 
-    def next_batch(self) -> None:
-        was_last = self._action_of_batch(self._num_batches) is ProfilerAction.RECORD_AND_SAVE
+    def step(self) -> None:
+        if self._action_of_batch(self._num_batches) is ProfilerAction.RECORD_AND_SAVE:
+            self.stop()
         self._num_batches += 1
-        if was_last:
-            self._follow(False)
-        self._follow(self.is_open)
+        self._follow(self._action_of_batch(self._num_batches) in _RECORDING)
 
-    def stop(self, *, writes: bool) -> None:
+    def stop(self) -> None:
         self._follow(False)
 
     def _follow(self, is_open: bool) -> None:
-        if is_open and not self._was_open:
+        if is_open and not self._is_open:
             torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
-        elif self._was_open and not is_open:
+        elif self._is_open and not is_open:
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
-        self._was_open = is_open
+        self._is_open = is_open
