@@ -102,7 +102,7 @@ BUDGETS = {
     ("split",): 13_089,
     ("strategy",): 13_778,
     ("cli", "conf", "doctor"): 8_717,
-    ("telemetry", "callbacks"): 4_170,
+    ("telemetry", "callbacks"): 4_121,
     ("schedule",): 4_754,
     ("planning",): 5_518,
     ("runtime",): 4_572,

@@ -202,14 +202,14 @@ class EmulatedPipeline:
         setting, window = self.setting, StepWindow(self)
         loader = DataLoader(SlowData(setting.loader_ms / 1e3), batch_size=None, num_workers=setting.num_workers)
         batches = iter(loader) if setting.loader_ms else None
-        for _ in range(NUM_STEPS + 3):
+        for number in range(NUM_STEPS + 3):
             begun = time.perf_counter()
             if batches is not None:
                 next(batches)
             data_ms = 1e3 * (time.perf_counter() - begun)
             _, timer = self._executor.run(self.schedule, self._inputs)
             self.last_training_step = (self.schedule, timer)
-            window.batch_ended(data_ms)
+            window.batch_ended(1e3 * (time.perf_counter() - begun) if number else None, data_ms)
         self._executor.drain()
         found = window.diagnose(setting.num_workers)
         dist.barrier()

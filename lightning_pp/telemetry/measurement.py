@@ -137,7 +137,7 @@ class FitMeasurement:
 
     # ---------------------------------------------------------------- during the fit
 
-    def batch_ended(self, batch: Any, loss: Tensor | None, waited_ms: float = 0.0, at_step: int = 0) -> None:
+    def batch_ended(self, batch: Any, loss: Tensor | None, waited_ms: float = 0.0, at_step: int = 0) -> float | None:
         """Notes a training batch; costs no collective and does not wait for the device.
 
         Args:
@@ -145,11 +145,14 @@ class FitMeasurement:
             loss: What the step returned for it, a scalar.
             waited_ms: How long the loader was waited for, since the batch before.
             at_step: The optimizer step that it belongs to.
+
+        Returns:
+            Its wall time, milliseconds; None where nothing was run, in the first batch, and on other replicas.
         """
         self._waited_ms += waited_ms
         step = self._pipeline.last_training_step
         if step is None or step is self._last_step:
-            return  # nothing was run, as for a batch that the loader gave as None
+            return None  # nothing was run, as for a batch that the loader gave as None
         self._last_step = step
         self._num_batches += 1
         if self._num_batches == 1:
@@ -158,7 +161,7 @@ class FitMeasurement:
             self._waited_ms = 0.0  # what follows belongs to batches that count
         self._last_loss = loss
         if not self._is_measured:
-            return
+            return None
         if self._pictured is None or step[0].num_microbatches >= self._pictured[0].num_microbatches:
             self._pictured, self.pictured_step = step, at_step  # not the short last batch of an epoch
         num_tokens = count_tokens(batch) if self._pipeline.rank == 0 else 0
@@ -172,6 +175,7 @@ class FitMeasurement:
             self._throughput = Throughput()
         self._timers.append((step[1], self._pipeline.last_collectives))
         self._throughput += throughput
+        return throughput.step_ms if self.is_warm else None
 
     @property
     def is_warm(self) -> bool:

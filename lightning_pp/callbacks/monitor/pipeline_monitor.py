@@ -148,7 +148,7 @@ class PipelineMonitor(Callback):
             return
         waited_ms = self._wait.take_ms() if self._wait is not None else 0.0
         loss = _loss_of(outputs, trainer)
-        measurement.batch_ended(batch, loss, waited_ms, logged_step(trainer))
+        step_ms = measurement.batch_ended(batch, loss, waited_ms, logged_step(trainer))
         if self._is_time_to_log(trainer) and measurement.is_warm:
             found = measurement.collect()
             if found is not None:
@@ -165,7 +165,7 @@ class PipelineMonitor(Callback):
         if self.log_timeline and self._is_time(trainer, self.timeline_every_n_steps or 0):
             self._write_timeline(trainer, measurement, measurement.gather_timeline())
         if self._window is not None:
-            self._window.batch_ended(waited_ms)
+            self._window.batch_ended(step_ms, waited_ms)
             if self._window.is_due:
                 self._tell(self._diagnose(self._window, trainer), trainer)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,6 @@ NUM_STEPS = 8
 """Steps that a diagnosis looks at, the latest of those with the same actions."""
 _DUE_AFTER = (NUM_STEPS, 2 * NUM_STEPS, 4 * NUM_STEPS)  # the first steps may not be like those that follow
 _FEWEST_STEPS = 3
-_NUM_WARM_UP_BATCHES = 1
 _FAR_LONGER = 1.5
 _MOMENTS = ("asked_ms", "start_ms", "end_ms", "early_ms")
 
@@ -44,28 +42,20 @@ class StepWindow:
         self._is_measured = pipeline.replica == 0
         self._steps: deque[tuple[StepTimer, float, float]] = deque(maxlen=NUM_STEPS)
         self._schedule: Schedule | None = None
-        self._last_step = pipeline.last_training_step
-        self._last_end: float | None = None
-        self._num_batches = 0
         self._num_samples = 0
         self._num_steps = 0
         self._num_others = 0
         self._deferred_shapes: set[torch.Size] = set()
 
-    def batch_ended(self, data_ms: float) -> None:
+    def batch_ended(self, step_ms: float | None, data_ms: float) -> None:
         """Notes a training batch; no collective, and it does not wait for the device.
 
         Args:
+            step_ms: Its wall time, as :meth:`FitMeasurement.batch_ended` has it.
             data_ms: How long the rank waited for its loader before the batch.
         """
         step = self._pipeline.last_training_step
-        if not self._is_measured or step is None or step is self._last_step:
-            return
-        self._last_step = step
-        now = time.perf_counter()
-        begun, self._last_end = self._last_end, now
-        self._num_batches += 1
-        if begun is None or self._num_batches <= _NUM_WARM_UP_BATCHES or not self._pipeline.is_settled:
+        if step_ms is None or step is None or not self._pipeline.is_settled:
             return
         if self._schedule is not step[0] and (self._schedule is None or _actions(self._schedule) != _actions(step[0])):
             # the last batch of an epoch, or a batch of an accumulation: not unless there are only such
@@ -78,7 +68,7 @@ class StepWindow:
         self._num_others = 0
         self._num_samples = self._pipeline.last_num_samples
         self._num_steps += 1
-        self._steps.append((step[1], 1e3 * (now - begun), data_ms))
+        self._steps.append((step[1], step_ms, data_ms))
 
     @property
     def is_due(self) -> bool:
