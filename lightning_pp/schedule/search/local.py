@@ -8,12 +8,10 @@ is warmed up again a few times. The random numbers are seeded, so the result is 
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import count
 from math import log
 from random import Random
 
-from lightning_pp.schedule.program.coded import I, W
+from lightning_pp.schedule.program.coded import W
 from lightning_pp.schedule.search.deadline import Deadline
 from lightning_pp.schedule.search.problem import Orders, Problem
 from lightning_pp.schedule.search.timing import Objective, Times, earliest, find_length, latest
@@ -24,29 +22,6 @@ _COOLING = 0.1
 _NUM_CYCLES = 2
 _MAX_DISTANCE = 12
 _MAX_DRAWS = 200
-
-
-def in_turn(problem: Problem, orders: Orders) -> Orders:
-    """``orders`` with the microbatches of each kind of action (I and B are one) and stage in ascending order.
-
-    That is legal, and nothing starts later than it did: if each microbatch's second action starts some time after its
-    first, then so does the k-th of all second ones after the k-th of all first ones.
-    """
-    n, m = problem.num_stages, problem.num_microbatches
-    result = []
-    for order in orders:
-        numbers = {row: count() for row in range(4 * n)}
-        split: dict[int, deque[int]] = {stage: deque() for stage in range(n)}  # those of which W has yet to come
-        renumbered = []
-        for code in order:
-            row = code // m
-            kind, stage = divmod(row, n)
-            microbatch = split[stage].popleft() if kind == W else next(numbers[problem.publishes[row]])
-            if kind == I:
-                split[stage].append(microbatch)
-            renumbered.append(row * m + microbatch)
-        result.append(renumbered)
-    return result
 
 
 class Climb:
@@ -63,7 +38,7 @@ class Climb:
         self.problem = problem
         self.objective = objective
         self.random = Random(seed)
-        self.orders = in_turn(problem, orders)
+        self.orders = [list(order) for order in orders]
         starts = earliest(problem, self.orders)
         assert starts is not None, "orders must be free of deadlock"
         self.score = self._score(starts)

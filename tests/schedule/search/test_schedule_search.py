@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_strategies import built_schedules, stage_costs
+from schedule_strategies import stage_costs
 
 from lightning_pp.errors import ScheduleError
 from lightning_pp.planning.schedules.source import schedule_source
-from lightning_pp.schedule import Placement, Schedule, StageCosts, available_schedules, build_schedule
+from lightning_pp.schedule import Placement, StageCosts, available_schedules, build_schedule
 from lightning_pp.schedule.merging import merge_where_nobody_waits
 from lightning_pp.schedule.registry import schedule_family
 from lightning_pp.schedule.search import auto
 from lightning_pp.schedule.search.deadline import Deadline
 from lightning_pp.schedule.search.greedy import Policy, build_greedy
 from lightning_pp.schedule.search.justify import justify
-from lightning_pp.schedule.search.local import in_turn
 from lightning_pp.schedule.search.problem import Problem
 from lightning_pp.schedule.search.timing import Objective, earliest, find_length, latest
 from lightning_pp.schedule.sharding import Sharding, ShardingMode
@@ -290,26 +289,3 @@ def test_auto_keeps_to_a_placement(quick: bool) -> None:
             else:
                 with pytest.raises(ScheduleError, match=r"puts the stages on ranks .* but the pipeline needs them on"):
                     build_schedule(name, placement=placement, **request)
-
-
-@given(built=built_schedules(), data=st.data())
-def test_microbatches_in_turn_start_no_later(
-    built: tuple[Schedule, StageCosts, dict[str, Any]], data: st.DataObject
-) -> None:
-    schedule, costs, _ = built
-    m = schedule.num_microbatches
-    problem = Problem.build(schedule.placement, m, costs, None)
-    orders = problem.orders_of(schedule)
-    other_names = data.draw(st.permutations(range(m)))
-    renamed = [[code // m * m + other_names[code % m] for code in order] for order in orders]
-    restored = in_turn(problem, renamed)
-    before, after = earliest(problem, orders), earliest(problem, restored)
-    assert before is not None and after is not None
-    pairs = [pair for of_rank in zip(before, after, strict=True) for pair in zip(*of_rank, strict=True)]
-    assert all(restored_start <= start + 1e-9 for start, restored_start in pairs)
-    last_seen: dict[int, int] = {}
-    for order in restored:
-        for code in order:
-            row, microbatch = divmod(code, m)
-            assert microbatch > last_seen.get(problem.publishes[row], -1)
-            last_seen[problem.publishes[row]] = microbatch
