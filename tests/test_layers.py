@@ -101,10 +101,10 @@ def test_one_layer_makes_process_groups() -> None:
 BUDGETS = {
     ("split",): 13_089,
     ("strategy",): 13_778,
-    ("cli", "conf", "doctor"): 8_717,
+    ("cli", "conf", "doctor"): 8_714,
     ("telemetry", "callbacks"): 4_121,
-    ("schedule",): 4_754,
-    ("planning",): 5_518,
+    ("schedule",): 4_729,
+    ("planning",): 5_511,
     ("runtime",): 4_572,
     ("checkpoint",): 3_621,
     ("sharding",): 3_597,

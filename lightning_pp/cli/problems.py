@@ -65,7 +65,7 @@ def full_errors_wanted() -> bool:
     return os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
 
 
-class HeldBack(io.TextIOBase):
+class HeldBack(io.StringIO):
     """Holds written text back until it is dropped or released; after that, text is written at once.
 
     Args:
@@ -73,12 +73,9 @@ class HeldBack(io.TextIOBase):
     """
 
     def __init__(self, stream: TextIO) -> None:
+        super().__init__()
         self._stream = stream
-        self._held = io.StringIO()
         self.is_let_go = False
-
-    def writable(self) -> bool:
-        return True
 
     def isatty(self) -> bool:
         return self._stream.isatty()
@@ -87,7 +84,7 @@ class HeldBack(io.TextIOBase):
         return self._stream.fileno()
 
     def write(self, text: str) -> int:
-        return (self._stream if self.is_let_go else self._held).write(text)
+        return self._stream.write(text) if self.is_let_go else super().write(text)
 
     def flush(self) -> None:
         if self.is_let_go:
@@ -95,11 +92,11 @@ class HeldBack(io.TextIOBase):
 
     def drop(self) -> None:
         """Forgets what was written, and holds nothing more back."""
-        self._held, self.is_let_go = io.StringIO(), True
+        self.is_let_go = True
 
     def release(self) -> None:
         """Writes what is held; a rank other than 0 says that it is one."""
-        text, self.is_let_go = self._held.getvalue(), True
+        text, self.is_let_go = self.getvalue(), True
         self._stream.write(text if launch.is_rank_zero() or not text else f"[rank {launch.global_rank()}] {text}")
         self._stream.flush()
 

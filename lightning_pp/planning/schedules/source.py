@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -67,15 +67,12 @@ class ScheduleSource(ABC):
     name: str
     stages_per_rank: int | None = None
     whole_batch_loss: bool = False
+    is_searched: ClassVar[bool] = False
+    """Whether the order is searched for, by the costs of stages; then measured costs are worth another search."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.whole_batch_loss, bool):
             raise ConfigurationError(f"whole_batch_loss={self.whole_batch_loss!r} must be True or False.")
-
-    @property
-    def is_searched(self) -> bool:
-        """Whether the order is searched for, by the costs of stages; then measured costs are worth another search."""
-        return False
 
     @property
     def is_reordered(self) -> bool:
@@ -288,6 +285,7 @@ class Searched(ScheduleSource):
     """
 
     search_seconds: float | None = None
+    is_searched: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -297,11 +295,6 @@ class Searched(ScheduleSource):
             raise ConfigurationError(
                 f"search_seconds={seconds!r} must be a number of at least 0, or None for no bound."
             )
-
-    @property
-    def is_searched(self) -> bool:
-        """True."""
-        return True
 
     def with_stages_per_rank(self, stages_per_rank: int | None) -> ScheduleSource:
         """On placements with so many stages on each rank; None: on all."""
