@@ -28,7 +28,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -57,7 +57,14 @@ class WorkerError(RuntimeError):
 def fork_context() -> ForkServerContext:
     """Starts processes from one that has imported what takes long, so that starting one takes little."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["pool_worker", *PRELOADED])
+    context.set_forkserver_preload(["pool_worker", *PRELOADED, "pool_warm"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), before)))
+    try:
+        forkserver.ensure_running()  # what it cannot import it leaves out without a word
+    finally:
+        del os.environ["PYTHONPATH"]
+        os.environ.update({} if before is None else {"PYTHONPATH": before})
     return context
 
 
