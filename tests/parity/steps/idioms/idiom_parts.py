@@ -38,11 +38,26 @@ class Tokens(Dataset[Any]):
         return {name: getattr(self, name)[index] for name in names}
 
 
+class CalledOnce:
+    """A module that is called once for several steps on the same batch."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.logits: Any = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.logits = self.module(x) if self.logits is None else self.logits
+        return self.logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
 class TokenClassifier(L.LightningModule):
     """A stack of blocks under a step of :data:`STEPS`.
 
     Args:
-        step: Its name.
+        step: Its name; the losses of several, with ``+`` between their names, are added up.
     """
 
     def __init__(self, step: str) -> None:
@@ -59,7 +74,11 @@ class TokenClassifier(L.LightningModule):
         return self.head(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = STEPS[self.step](self, batch)
+        first, *others = self.step.split("+")
+        module = CalledOnce(self) if others else self
+        output = STEPS[first](module, batch)
+        for name in others:
+            output = output + STEPS[name](module, batch)
         self.log("train_loss", output["loss"] if isinstance(output, dict) else output)
         return output
 
