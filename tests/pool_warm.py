@@ -1,7 +1,4 @@
-"""Imported last by the process that workers are forked from: two short trainings, which fill caches of torch.
-
-Each fresh process would do so in its first training.
-"""
+"""Imported last by the process that workers are forked from, for what each training in them would take time for."""
 
 from __future__ import annotations
 
@@ -16,8 +13,22 @@ os.environ.update({"PYTHONPATH": before} if before else {})
 sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")}))
 
 
+def leave_libraries_out() -> None:
+    """A training looks twice through the globals of all modules that may be the user's.
+
+    A thousand are of libraries that commands import. To look through them takes 20 ms, in a fresh process 60.
+    """
+    from lightning_pp.strategy.lightning import callers
+
+    installed = [name for name, each in sys.modules.items() if "site-packages" in str(getattr(each, "__file__", ""))]
+    callers._LIBRARIES += tuple({name.partition(".")[0] for name in installed})
+
+
 def warm() -> None:
-    """On one device, and in the stages of a pipeline, without process groups, whose threads a fork would not have."""
+    """Two short trainings fill caches of torch: on one device, and in the stages of a pipeline.
+
+    Process groups have threads, which a fork would not have.
+    """
     import transformers_by_hand
     from one_process import compare
     from parity_run import Settings, train
@@ -26,5 +37,6 @@ def warm() -> None:
     compare(transformers_by_hand.gpt2, transformers_by_hand.batches_of("gpt2", (3, 2)), 2, splits_backward=True)
 
 
+leave_libraries_out()
 if not torch.cuda.device_count():  # backward would start threads for them
     warm()
