@@ -14,7 +14,8 @@ from small_models import Classifier
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-LAYOUTS = [Layout("1f1b", 2, 1, 2), Layout("zb_h1", 3, 1, 4)]
+TWO_STAGES = Layout("1f1b", 2, 1, 2)
+LAYOUTS = [pytest.param(TWO_STAGES, marks=pytest.mark.nightly), Layout("zb_h1", 3, 1, 4)]
 
 
 class Appends(Classifier):
@@ -195,7 +196,7 @@ class CountsByIndex(AddsToAnEntry):
 
 @pytest.mark.parametrize("kind", [AddsToAnEntry, CountsByIndex])
 def test_adding_in_place_to_a_tensor_in_a_dict_is_refused(pool: WorkerPool, kind: type[AddsToAnEntry]) -> None:
-    told = pool.refusals("SplitError", seen_by, LAYOUTS[0], kind, world_size=LAYOUTS[0].world_size, timeout=60)
+    told = pool.refusals("SplitError", seen_by, TWO_STAGES, kind, world_size=TWO_STAGES.world_size, timeout=60)
     for message in told:
         assert "test_numbers_in_entries.py" in message and "Make it a buffer or an attribute of the module" in message
 
@@ -240,6 +241,6 @@ def refused(layout: Layout) -> None:
 
 
 def test_a_number_that_is_neither_is_refused(pool: WorkerPool) -> None:
-    for message in pool.refusals(None, refused, LAYOUTS[0], world_size=2, timeout=60):
+    for message in pool.refusals(None, refused, TWO_STAGES, world_size=2, timeout=60):
         assert "attribute 'entries' that training_step changes" in message, message
         assert "depends on how the batch is cut: it is 7 for 4 samples in one piece and 5 " in message, message

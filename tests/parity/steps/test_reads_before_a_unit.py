@@ -66,7 +66,8 @@ def logged_over_batches(layout: Layout | None) -> Any:
     return logged(layout, DecodesFirst, **options)
 
 
-@pytest.mark.parametrize("layout", [Layout("1f1b", 2, 1, 2), Layout("zb_v", 2, 1, 3)], ids=str)
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize("layout", [Layout("zb_v", 2, 1, 3), Layout("1f1b", 2, 1, 2)], ids=str)
 def test_a_step_decodes_before_its_loss(pool: WorkerPool, layout: Layout) -> None:
     assert check_on_every_rank(pool, logged, layout, DecodesFirst)["val_hits"] > 0
 

@@ -158,9 +158,8 @@ def schedulers_and_their_monitor(layout: Layout | None, folder: Path) -> Any:
     for kind in ("one cycle", "every second step", "plateau", "lambda"):
         logger = CSVLogger(folder_of(layout, folder), name=kind, version=0)
         monitor = LearningRateMonitor(log_momentum=True)
-        trainer = make_trainer(
-            layout, max_epochs=3, logger=logger, callbacks=[monitor], log_every_n_steps=1, **UNCHECKED
-        )
+        options = UNCHECKED | ({} if kind == "plateau" else {"limit_val_batches": 0})  # which looks at val_loss
+        trainer = make_trainer(layout, max_epochs=3, logger=logger, callbacks=[monitor], log_every_n_steps=1, **options)
         trainer.fit(make(Schedulers, kind=kind), Data(num_train=16, num_val=4))
         found[kind] = {
             "rates": monitor.lrs,
@@ -302,8 +301,8 @@ def loops_that_end_early(layout: Layout | None, folder: Path) -> Any:
     }
     for name, options in runs.items():
         module = make(StopsItself, how=name.split(",")[0])
-        trainer = make_trainer(layout, **options, **UNCHECKED)
-        trainer.fit(module, Data(num_train=16, num_val=4))
+        trainer = make_trainer(layout, **options, **UNCHECKED, limit_val_batches=0)
+        trainer.fit(module, Data(num_train=16))
         found[name] = [module.batches, trainer.global_step, trainer.current_epoch, str(trainer.state.status)]
     return found
 

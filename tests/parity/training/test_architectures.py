@@ -44,8 +44,8 @@ class Notes(L.Callback):
         self.run.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def run(name: str, num_stages: int | None = None, schedule: str = "1f1b") -> Run:
-    """A plain training, or one as a pipeline of ``num_stages``."""
+def run(name: str, num_stages: int | None = None, schedule: str = "1f1b", is_checked: bool = True) -> Run:
+    """A plain training, or one as a pipeline of ``num_stages``, whose first batches are checked or not."""
     entry = ARCHITECTURES[name]
     torch.manual_seed(11)
     module = entry.make()
@@ -54,7 +54,7 @@ def run(name: str, num_stages: int | None = None, schedule: str = "1f1b") -> Run
     strategy: Any = "auto"
     if num_stages is not None:
         strategy = PipelineParallelStrategy(
-            pipeline_parallel_size=num_stages, num_microbatches=entry.num_microbatches, schedule=schedule
+            num_stages, num_microbatches=entry.num_microbatches, schedule=schedule, check_first_batches=is_checked
         )
     result = Run()
     trainer = L.Trainer(
@@ -82,7 +82,7 @@ def run_with_units_first(name: str, num_stages: int, schedule: str) -> Run:
     """As :func:`run`, with each distinct unit run once beforehand, as on CUDA."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "LOADING_DEVICES", {"cpu"})
-        return run(name, num_stages, schedule)
+        return run(name, num_stages, schedule, is_checked=False)
 
 
 @functools.cache

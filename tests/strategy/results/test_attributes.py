@@ -146,7 +146,8 @@ def counted(num_microbatches: int | None) -> dict[str, Any]:
     return {name: attrgetter(name)(module) for name in COUNTED}
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 4])
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize("num_microbatches", [4, 2])
 def test_what_a_step_counts_is_that_of_one_device_on_every_rank(pool: WorkerPool, num_microbatches: int) -> None:
     [expected] = pool.run(counted, None, world_size=1)
     assert expected["sums"]["rows"] == 28 and expected["histogram"].sum() == 28

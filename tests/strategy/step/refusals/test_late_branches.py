@@ -223,7 +223,7 @@ def checks_of_reading(has_debugger: bool) -> tuple[int, bool]:
         before = sys.gettrace()
         sys.settrace(debug if has_debugger else before)
         try:
-            run = trainer(2, Layout("1f1b", 2, num_microbatches=4).strategy(), precision="64-true", max_epochs=10)
+            run = trainer(2, Layout("1f1b", 2, num_microbatches=4).strategy(), precision="64-true", max_epochs=3)
             run.fit(ReadsANumber(), loader())
             return len(checked), sys.gettrace() is (debug if has_debugger else before)
         finally:

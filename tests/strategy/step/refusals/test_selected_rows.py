@@ -162,11 +162,14 @@ def refusal(pool: WorkerPool, kind: type[Step], layout: Layout = LAYOUT, **optio
     return "\n".join(failure.message for failure in report.failures if failure)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("is_checked", [True, False])
-def test_as_many_rows_by_chance_are_no_proof(pool: WorkerPool, is_checked: bool) -> None:
+@pytest.mark.parametrize(("kind", "options"), [(SelectsRareRows, {"split_batch": cut}), (CutsAtACount, {})])
+def test_as_many_rows_by_chance_are_no_proof(
+    pool: WorkerPool, kind: type[Step], options: dict[str, Any], is_checked: bool
+) -> None:
     text = "reduces rows that values of the batch select. Now it is given [1, 8], and in all parts of the batch"
-    assert text in refusal(pool, SelectsRareRows, check_first_batches=is_checked, split_batch=cut)
-    assert text in refusal(pool, CutsAtACount, check_first_batches=is_checked)
+    assert text in refusal(pool, kind, check_first_batches=is_checked, **options)
 
 
 def test_numbers_of_python_have_to_add_up(pool: WorkerPool) -> None:
