@@ -25,16 +25,21 @@ def leave_libraries_out() -> None:
 
 
 def warm() -> None:
-    """Two short trainings fill caches of torch: on one device, and in the stages of a pipeline.
+    """Two short trainings fill caches of torch: on one device, and in the stages of a pipeline. So does a compilation.
 
-    Process groups have threads, which a fork would not have.
+    A fork would not have the threads of process groups, nor that of a progress bar.
     """
     import transformers_by_hand
     from one_process import compare
     from parity_run import Settings, train
+    from tqdm import tqdm
 
     train(Settings("demo_transformer", num_samples=1, num_val_samples=1, max_epochs=1))
     compare(transformers_by_hand.gpt2, transformers_by_hand.batches_of("gpt2", (3, 2)), 2, splits_backward=True)
+    tqdm.monitor_interval = 0
+    compiled = torch.compile(torch.nn.Linear(2, 2), backend="aot_eager")
+    compiled(torch.ones(1, 2)).sum().backward()
+    torch._dynamo.reset()
 
 
 leave_libraries_out()
