@@ -73,7 +73,7 @@ def test_a_run_goes_on_as_one_that_was_not_interrupted(trained: Path) -> None:
     check_equal(folder / "run/checkpoints/step8.ckpt", folder / "whole/checkpoints/step8.ckpt")
     assert losses(folder / "run") == losses(folder / "whole")
     # what was changed stays
-    again = run_forked(["resume=auto", "hydra.run.dir=run"], folder)
+    again = run_forked(["resume=auto", "hydra.run.dir=run"], folder, 2)
     assert again.code == 0 and "all 8 steps of trainer.max_steps=8 are done" in again.output, again.output
     assert len(list(folder.glob("run/checkpoints/*"))) == 2
 
