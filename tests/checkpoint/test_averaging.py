@@ -1,4 +1,4 @@
-"""Averaged weights are those of one device, in checkpoints too; what cannot be averaged is refused."""
+"""Averaged weights are those of one device, in checkpoints too; synchronised norms are refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from pool import WorkerPool
 from small_models import WIDTH, Stack
 from trained_parts import largest_difference, loader, make_trainer, together, weights
@@ -98,7 +98,6 @@ def refused(folder: Path) -> list[str]:
     normed = Stack()
     normed.norm = torch.nn.SyncBatchNorm(3)
     cases: list[tuple[pl.LightningModule, dict[str, Any]]] = [
-        (Stack(), {"callbacks": [StochasticWeightAveraging(0.1)]}),
         (normed, {}),
         (Stack(), {"sync_batchnorm": True}),
     ]
@@ -110,11 +109,10 @@ def refused(folder: Path) -> list[str]:
     return messages
 
 
-def test_what_cannot_be_averaged_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+def test_synchronised_norms_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
     for messages in pool.run(refused, tmp_path):
-        assert "Use WeightAveraging (equal weights, as SWA)" in messages[0]
-        assert "norm is a SyncBatchNorm" in messages[1]
-        assert "sync_batchnorm=True" in messages[2]
+        assert "norm is a SyncBatchNorm" in messages[0]
+        assert "sync_batchnorm=True" in messages[1]
         assert all(message.startswith("ConfigurationError") for message in messages)
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from pipelined_fit import trainer
 from pool import WorkerPool
+from small_models import Losses
 from test_code_blocks import DOCS, blocks
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
@@ -50,12 +51,7 @@ def batch_of(kind: str, number: int) -> Any:
 
 def train(kind: str, devices: int) -> tuple[list[float], dict[str, Tensor]]:
     """In a worker: runs the block, and trains what it defines for three batches."""
-    losses: list[float] = []
-
-    class Losses(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *_: Any) -> None:
-            losses.append(float(outputs["loss"]))
-
+    found = Losses()
     page = sys.modules["page"] = ModuleType("page")  # what a strategy replaces for a fit it looks for in modules
     names = vars(page)
     names |= {"L": L, "torch": torch, "PipelineParallelStrategy": PipelineParallelStrategy}
@@ -63,11 +59,11 @@ def train(kind: str, devices: int) -> tuple[list[float], dict[str, Tensor]]:
         exec(compile(BLOCKS[kind], f"{PAGE.name}, {kind}", "exec"), names)
         L.seed_everything(5)
         module = names[kind]()
-        run = trainer(devices, names["strategy"] if devices > 1 else "auto", callbacks=[Losses()])
+        run = trainer(devices, names["strategy"] if devices > 1 else "auto", callbacks=[found])
         with mock.patch.object(flex, "_validate_device", return_value=None):  # torch refuses a backward on CPUs
             run.fit(module, DataLoader([batch_of(kind, number) for number in range(3)], batch_size=None))
         held = {name: value for name, value in module.named_parameters() if not value.is_meta}
-        return losses, {name: value.detach().clone() for name, value in held.items()}
+        return found.losses, {name: value.detach().clone() for name, value in held.items()}
     finally:
         del sys.modules["page"]
         os.environ.pop("PL_GLOBAL_SEED", None)

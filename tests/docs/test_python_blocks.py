@@ -22,7 +22,7 @@ from command import run_command
 from lightning.pytorch.utilities import grad_norm
 from pipelined_fit import trainer
 from pool import WorkerPool
-from small_models import Descends
+from small_models import Descends, Losses
 from test_code_blocks import DOCS, PAGES, blocks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -120,16 +120,11 @@ def look_at_metrics(names: dict[str, Any]) -> dict[str, Any]:
 
 def look_at_models(names: dict[str, Any]) -> list[float]:
     """Trains the page's mixture of experts with its strategy, on a text that repeats itself."""
-    losses: list[float] = []
-
-    class Losses(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            losses.append(float(outputs["loss"]))
-
-    run = trainer(2, names["strategy"], callbacks=[Losses()])
+    found = Losses()
+    run = trainer(2, names["strategy"], callbacks=[found])
     torch.manual_seed(0)
     run.fit(names["MixtureOfExperts"](), DataLoader(torch.arange(9).repeat(20 * ROWS, 1), batch_size=ROWS))
-    return losses
+    return found.losses
 
 
 def look_at_lightning(names: dict[str, Any]) -> bool:

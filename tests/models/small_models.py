@@ -14,6 +14,16 @@ NUM_UNITS = 8
 UNIT_BYTES = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH)
 
 
+class Losses(L.Callback):
+    """Keeps the loss of each batch."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
 class Descends(L.LightningModule):
     """Trains by gradient descent."""
 

@@ -11,6 +11,7 @@ import torch
 from layouts import choose_layout, recorded_training
 from pipelined_fit import trainer
 from pool import WorkerPool
+from small_models import Losses
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -241,13 +242,8 @@ def train(limit_gib: float | None, optimizer: str = "AdamW", begins: str = "fit"
             device_memory_gib=limit_gib,
             check_first_batches=False,
         )
-    module, losses = TableFirst(optimizer, vocabulary), []
-
-    class Notes(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-            losses.append(float(outputs["loss"]))
-
-    run = trainer(num_ranks, strategy, callbacks=[Notes()], max_steps=3, num_sanity_val_steps=0)
+    module, notes = TableFirst(optimizer, vocabulary), Losses()
+    run = trainer(num_ranks, strategy, callbacks=[notes], max_steps=3, num_sanity_val_steps=0)
     loader = DataLoader(batches, batch_size=8)  # type: ignore[arg-type]
     if begins == "validate":
         run.validate(module, loader, verbose=False)
@@ -261,7 +257,7 @@ def train(limit_gib: float | None, optimizer: str = "AdamW", begins: str = "fit"
     if num_ranks > 1:
         partition = strategy.engine.split.partition
         stages = [partition.units_of_stage(stage) for stage in range(partition.num_stages)]
-    return losses, stages, num_bytes
+    return notes.losses, stages, num_bytes
 
 
 def test_training_within_the_limit_is_training(pool: WorkerPool) -> None:

@@ -12,6 +12,7 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 from pipelined_fit import loader
 from pool import WorkerPool
+from small_models import Losses
 from torch import Tensor, nn
 
 PIPELINE = """
@@ -38,14 +39,6 @@ class Module(pl.LightningModule):
 class Data(pl.LightningDataModule):
     def train_dataloader(self) -> Any:
         return loader()
-
-
-class Losses(pl.Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
 
 
 def fitted(folder: Path, strategy: str, devices: int, *more: str) -> tuple[list[float], str]:

@@ -263,25 +263,6 @@ def combined_lists_cycle(layout: Layout | None, folder: Path) -> Any:
     return combined(layout, "max_size_cycle")
 
 
-class SkipsBatches(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        return None if batch_idx == 1 else self.loss(batch)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(float(outputs["loss"]) if outputs else None)
-
-
-def skipped_batches(layout: Layout | None, folder: Path) -> Any:
-    module = SkipsBatches()
-    trainer = make_trainer(layout)
-    trainer.fit(module, loader())
-    return module.seen, weights(trainer, module, layout)
-
-
 class ForgetsATensor(Blocks):
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +282,7 @@ PATTERNS: list[Pattern] = [
     optimizer_from_init, no_optimizer, finetuning, finetuning_saved_and_resumed,
     finetuning_of_a_frozen_module, added_group, thawed_by_the_module,
     deep_copies, state_dict_of_copies, any_arguments, evaluated_first, step_without_layers, combined_lists_min,
-    combined_lists_cycle, skipped_batches, tensor_to_none,
+    combined_lists_cycle, tensor_to_none,
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import transformers_by_hand
 from parity_run import QUIET, Layout, tensor_difference, whole_weights
 from pool import WorkerPool
-from small_models import Descends
+from small_models import Descends, Losses
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -166,18 +166,10 @@ def data() -> Tensor:
     return rows
 
 
-class Recorder(L.Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-
 def train(model: type[Mixture], layout: Layout, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     """In a worker: the losses, and this rank's weights."""
     strategy: PipelineParallelStrategy = layout.strategy(**options)
-    recorder = Recorder()
+    recorder = Losses()
     trainer = L.Trainer(
         **QUIET,
         devices=layout.world_size,

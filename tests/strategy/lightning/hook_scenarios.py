@@ -15,7 +15,7 @@ from feature_parts import make_unchecked_trainer as make_trainer
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, ThroughputMonitor
 from lightning.pytorch.loggers.logger import DummyLogger
 from parity_run import Layout
-from small_models import Classifier
+from small_models import Classifier, Losses
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -28,14 +28,6 @@ SCENARIOS: dict[str, Scenario] = {}
 def scenario(function: Scenario) -> Scenario:
     SCENARIOS[function.__name__] = function
     return function
-
-
-class Losses(L.Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
 
 
 class Kept(DummyLogger):

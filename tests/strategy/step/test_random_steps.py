@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pipelined_fit import loader, trainer
 from pool import WorkerPool
-from small_models import Blocks
+from small_models import Blocks, Losses
 from torch import Tensor, nn
 
 from lightning_pp import PipelineParallelStrategy
@@ -41,13 +41,13 @@ class Drawing(Blocks):
         return nn.functional.mse_loss(self.head(h * drawn.mean()).squeeze(-1), y)
 
 
-class Losses(pl.Callback):
+class Notes(Losses):
     def __init__(self) -> None:
-        self.losses: list[float] = []
+        super().__init__()
         self.differences: list[float] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
         self.differences.append(float(trainer.callback_metrics["difference"]))
 
 
@@ -55,7 +55,7 @@ def train(seeds: list[int]) -> list[tuple[list[float], list[float]]]:
     """In a worker: for each seed the losses of a training, and how far the stages' draws were apart."""
     runs = []
     for seed in seeds:
-        found, module = Losses(), Drawing()
+        found, module = Notes(), Drawing()
         pl.seed_everything(seed, verbose=False)  # the module's constructor seeds as well
         strategy = PipelineParallelStrategy(2, num_microbatches=2, check_first_batches=False)
         trainer(2, strategy, callbacks=[found]).fit(module, loader(num_samples=12))

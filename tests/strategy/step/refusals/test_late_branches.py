@@ -9,13 +9,12 @@ import textwrap
 import warnings
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from parity_run import Layout
 from pipelined_fit import trainer
 from pool import WorkerPool
-from small_models import Residual
+from small_models import Losses, Residual
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -143,19 +142,9 @@ def loader(alone_before: bool = False) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, labels), batch_size=BATCH_SIZE)
 
 
-class Updates(pl.Callback):
-    """What the losses were, and how often the weights were updated."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-
 def train(kind: type[Late], layout: Layout | None, alone_before: bool = False) -> tuple[list[float], str]:
     """In a worker: the losses of batches that were trained, and the error that ended it."""
-    module, updates = kind(), Updates()
+    module, updates = kind(), Losses()
     options: dict[str, Any] = {"precision": "64-true", "callbacks": [updates], "use_distributed_sampler": False}
     run = trainer(1, "auto", **options) if layout is None else trainer(layout.world_size, layout.strategy(), **options)
     try:

@@ -358,15 +358,6 @@ class ByParameter(Step):
         return OnePerParameter(self.parameters(), 0.05, momentum=0.9)
 
 
-class CopiesItsState(Step):
-    """A ``state_dict`` that gives copies under the same names; one with other names is refused."""
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return type(super().state_dict())(
-            (name, value.clone()) for name, value in super().state_dict(*args, **kwargs).items()
-        )
-
-
 NEAR = [
     kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, Step) and kind is not Step
 ]  # fmt: skip
