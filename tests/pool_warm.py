@@ -32,8 +32,10 @@ def warm() -> None:
     import transformers_by_hand
     from one_process import compare
     from parity_run import Settings, train
+    from pool_worker import remember_entry_points
     from tqdm import tqdm
 
+    remember_entry_points()
     train(Settings("demo_transformer", num_samples=1, num_val_samples=1, max_epochs=1))
     compare(transformers_by_hand.gpt2, transformers_by_hand.batches_of("gpt2", (3, 2)), 2, splits_backward=True)
     tqdm.monitor_interval = 0

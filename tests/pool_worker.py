@@ -139,7 +139,7 @@ def freeze() -> None:
 def remember_entry_points() -> None:
     """Each Trainer looks for callbacks in the metadata of all installed packages, which takes 5 ms."""
     registry: Any = sys.modules.get("lightning.fabric.utilities.registry")
-    if registry is not None:
+    if registry is not None and not hasattr(registry.entry_points, "cache_info"):
         registry.entry_points = functools.cache(registry.entry_points)
 
 
