@@ -146,13 +146,13 @@ def fit_three(
     return module.losses, module.refined, [name for name, _ in module.named_parameters()]
 
 
+def on_two_ranks(schedule: str, **options: Any) -> PipelineParallelStrategy:
+    return PipelineParallelStrategy(2, num_microbatches=4, schedule=schedule, check_first_batches=False, **options)
+
+
 def fit_two_ranks() -> tuple[list[float], tuple[str, ...], list[str]]:
     """In a worker."""
-    return fit_three(
-        PipelineParallelStrategy(
-            pipeline_parallel_size=2, num_microbatches=4, schedule="zb_h1", check_first_batches=False
-        )
-    )
+    return fit_three(on_two_ranks("zb_h1"))
 
 
 def test_training_cuts_inside_a_block_where_that_is_faster(pool: WorkerPool) -> None:
@@ -171,22 +171,11 @@ LARGE = 1024, 2
 
 def fit_in_memory() -> tuple[tuple[list[float], tuple[str, ...], list[str]], str]:
     """In a worker: with less memory than cuts between whole blocks need; and why cuts are inside."""
-
-    def strategy(limit_gib: float, **options: Any) -> PipelineParallelStrategy:
-        return PipelineParallelStrategy(
-            pipeline_parallel_size=2,
-            num_microbatches=4,
-            schedule="1f1b",
-            device_memory_gib=limit_gib,
-            check_first_batches=False,
-            **options,
-        )
-
     with pytest.raises(ConfigurationError, match="the best one needs") as refusal:
-        fit_three(strategy(1e-3, units=["blocks.*"]), *LARGE)
+        fit_three(on_two_ranks("1f1b", device_memory_gib=1e-3, units=["blocks.*"]), *LARGE)
     needed = re.search(r"best one needs ([\d.]+) GiB", str(refusal.value))
     assert needed is not None
-    limited = strategy(0.95 * float(needed[1]))
+    limited = on_two_ranks("1f1b", device_memory_gib=0.95 * float(needed[1]))
     return fit_three(limited, *LARGE), str(limited.engine.split.refinement)
 
 
@@ -237,15 +226,11 @@ class Hidden(nn.Module):
         return h + self.other_down(self.other_up(h).tanh())
 
 
-def unequal_strategy(schedule: str) -> PipelineParallelStrategy:
-    return PipelineParallelStrategy(2, num_microbatches=4, schedule=schedule, check_first_batches=False)
-
-
 def fit_unequal(schedule: str) -> list[dict[str, int]]:
     """In a worker: the stage of each unit, for each model."""
     found = []
     for inner in AT_THE_EDGE[schedule]:
-        strategy = unequal_strategy(schedule)
+        strategy = on_two_ranks(schedule)
         module = ThreeUnequal(inner)
         L.Trainer(**QUIET, max_steps=1, devices=2, strategy=strategy).fit(module)
         found.append(module.stages)
@@ -254,7 +239,7 @@ def fit_unequal(schedule: str) -> list[dict[str, int]]:
 
 def planned_unequal(inner: int, schedule: str) -> dict[str, int]:
     """The stage of each unit, as the plan has it."""
-    strategy = unequal_strategy(schedule)
+    strategy = on_two_ranks(schedule)
     strategy.num_nodes, strategy.parallel_devices = 1, [torch.device("cpu")] * 2
 
     def look(step: FirstStep) -> dict[str, int]:
