@@ -110,7 +110,8 @@ class StrategyOptions(MeshStrategy):
         check_first_batches: Run a part of the first batches both in one piece and in two, forward only, and compare.
             The first two batches of a fit are checked, the first of validation, test and prediction, and later ones in
             which the step takes a new branch. A difference in loss or changed attributes ends a fit, others are warned
-            of; the text says where samples are coupled.
+            of; the text says where samples are coupled. False: only a step that changes numbers on the module is run
+            so, to see whether they add up.
         auxiliary_losses: Reaction to an auxiliary loss that is made of all samples together, such as the balance loss
             of a mixture of experts. ``"error"``: the check of the first batches ends the run. ``"per_microbatch"``:
             each microbatch computes its own, as under gradient accumulation, and they are averaged with the numbers of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Hashable
 from dataclasses import dataclass
 from types import CodeType
 from typing import NamedTuple
@@ -64,10 +65,15 @@ class Site(NamedTuple):
 
 
 class Place(NamedTuple):
-    """One of the times that a step reaches a site: the first, second, ..."""
+    """One of the times that a step reaches a site: the first, second, ..., perhaps after what Python has read."""
 
     site: Site
-    occurrence: int
+    occurrence: tuple[Hashable, ...]
+
+    @property
+    def follows_read(self) -> bool:
+        """Whether Python has read a number before."""
+        return len(self.occurrence) > 1
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ class Facts:
 
     Attributes:
         by_place: Of each.
-        of_loops: Of calls in loops over samples, which come as often as there are samples.
+        of_loops: Of calls in loops over samples, which come as often as there are samples, and of calls after a number
+            that Python has read, which may come in some microbatches only.
     """
 
     def __init__(self) -> None:
@@ -104,9 +105,9 @@ class Facts:
         return {_name_of(place): count for place, count in counts.items()}
 
     def placed(self, counts: Mapping[Name, Any]) -> dict[Place, Any]:
-        """What :meth:`named` returned in another process, without places that were never reached here."""
-        places = {_name_of(place): place for place in self.by_place}
-        return {places[name]: count for name, count in counts.items() if name in places}
+        """What :meth:`named` returned in another process, without places in code that was never reached here."""
+        sites = {_name_of(place)[:-1]: place.site for place in self.by_place}
+        return {Place(sites[name[:-1]], name[-1]): count for name, count in counts.items() if name[:-1] in sites}
 
     def counted(self, reductions: Sequence[Reduction]) -> list[Place]:
         """The calls of a step that have to be counted in each microbatch."""
@@ -141,7 +142,7 @@ class Facts:
             if reduction.is_integer and (keeps_integers or reduction.kind is Kind.EXTREME):
                 fact = replace(fact, is_counted=False)
             self.by_place[reduction.place] = _joined(self.by_place.get(reduction.place), fact)
-            if is_looped:
+            if is_looped or (reduction.place.follows_read and fact.over_rows):
                 self.of_loops.setdefault(site, fact)
         for reduction in large:  # in a loop over samples there are more
             if self.find(reduction.place) is None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
+from collections import Counter
 from functools import lru_cache
 from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 from lightning_pp.split._torch_private import running_autograd_function
 from lightning_pp.split.record.reduction import Place, Site
@@ -14,11 +17,32 @@ from lightning_pp.split.record.source_lines import NOT_THE_USERS, package_folder
 _METRICS, _TORCH = package_folders("torchmetrics"), package_folders("torch")
 
 
+class _Read(NamedTuple):
+    """A number that Python has read: where in its code, and the position and times of that read in the step."""
+
+    offset: int
+    label: tuple[Any, ...]
+
+
 class Places:
-    """Counts, in one run of a step, how often it reaches each site."""
+    """Counts, in one run of a step, how often it reaches each site.
+
+    A loop may go another way in each microbatch (``if chosen.any():``). So where Python has read a number before a call
+    in the same round of a loop, or in the same run of a function, calls are counted anew from there, and named by how
+    often that was read.
+    """
 
     def __init__(self) -> None:
-        self._occurrences: dict[Site, int] = {}
+        self._occurrences: Counter[Any] = Counter()
+        self._reads: dict[FrameType, _Read] = {}  # the last one of each function that runs
+
+    def note_read(self, function: str) -> None:
+        """The running call reads a number."""
+        if is_called_by_user() and (frame := _user_frame()) is not None:
+            site = Site(frame.f_code, _position(frame), function)
+            self._occurrences[site] += 1
+            self._reads = self._reads_of_callers(frame)
+            self._reads[frame] = _Read(frame.f_lasti, (site.position, self._occurrences[site]))
 
     def next(self, function: str) -> tuple[Place, FrameType] | None:
         """The running call and the user's frame that makes it.
@@ -30,9 +54,40 @@ class Places:
         if frame is None:
             return None
         site = Site(frame.f_code, _position(frame), function)
-        occurrence = self._occurrences.get(site, 0)
-        self._occurrences[site] = occurrence + 1
-        return Place(site, occurrence), frame
+        read = self._read_before(frame) if self._reads else ()
+        self._occurrences[site, read] += 1
+        return Place(site, (*read, self._occurrences[site, read])), frame
+
+    def _read_before(self, frame: FrameType) -> tuple[Any, ...]:
+        self._reads = self._reads_of_callers(frame)
+        for caller, read in self._reads.items():
+            if _ends_no_loop(caller.f_code, read.offset, caller.f_lasti):
+                return read.label
+        return ()
+
+    def _reads_of_callers(self, frame: FrameType | None) -> dict[FrameType, _Read]:
+        """The reads of ``frame`` and of those that call it, without functions that have returned."""
+        found = dict[FrameType, _Read]()
+        while frame is not None:
+            if frame in self._reads:
+                found[frame] = self._reads[frame]
+            frame = frame.f_back
+        return found
+
+
+def _ends_no_loop(code: CodeType, first: int, second: int) -> bool:
+    """Whether the instruction ``second`` is in all loops of ``code`` that ``first`` is in."""
+    return all(start <= second <= end for start, end in _loops_of(code) if start <= first <= end)
+
+
+@lru_cache(maxsize=4096)
+def _loops_of(code: CodeType) -> list[tuple[int, int]]:
+    """The first and last instructions of loops."""
+    ends: dict[int, int] = {}
+    for instruction in dis.get_instructions(code):
+        if "JUMP" in instruction.opname and instruction.argval < instruction.offset:
+            ends[instruction.argval] = instruction.offset
+    return list(ends.items())
 
 
 def is_called_by_user() -> bool:
@@ -40,7 +95,7 @@ def is_called_by_user() -> bool:
     frame = inspect.currentframe()
     frame = None if frame is None else frame.f_back
     while frame is not None and (
-        frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith(_TORCH)
+        frame.f_code.co_name in ("__torch_function__", "note_read") or frame.f_code.co_filename.startswith(_TORCH)
     ):
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_USERS)

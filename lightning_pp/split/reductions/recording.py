@@ -80,6 +80,8 @@ class ReductionRecorder(OutsideUnits):
         kwargs = kwargs or {}
         if running_unit():
             return func(*args, **kwargs)
+        if func.__name__ in READS:
+            self._places.note_read(func.__name__)
         is_noted = kind_of_call(func, args, kwargs) in _NOTED
         is_none = func.__name__ in _NUMBERS and not self._depends_on_weights(args[0]) and not bool(args[0].any())
         self.makes_integers |= func.__name__ in INTEGERS or is_none  # max(mask.sum().item(), 1) of a part without any
@@ -178,6 +180,7 @@ _SELECTING = ("masked_select", "nonzero", "argwhere", "unique")
 _SIZES, _SHAPE = ("size", "numel", "nelement", "__len__"), Tensor.shape.__get__  # type: ignore[attr-defined]
 INTEGERS = ("__int__", "__index__")
 _NUMBERS = ("item", "tolist", "__float__")
+READS = (*INTEGERS, *_NUMBERS, "__bool__")
 _MOST_ELEMENTS = 1 << 16
 
 

@@ -17,7 +17,7 @@ from lightning_pp.split.reductions.estimates import follow, marked_as
 from lightning_pp.split.reductions.facts import Fact, Facts
 from lightning_pp.split.reductions.functions import GREATEST, REVERSED, SCATTERS, LossCall, kind_of_call
 from lightning_pp.split.reductions.places import Places
-from lightning_pp.split.reductions.recording import INTEGERS, grown, is_number, shapes_of, tensors_given
+from lightning_pp.split.reductions.recording import INTEGERS, READS, grown, is_number, shapes_of, tensors_given
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
 
 _DEGREE = "_pp_degree"
@@ -152,6 +152,8 @@ class ScaledStep(OutsideUnits):
         if self._is_paused or _as_they_are or running_unit():
             return func(*args, **kwargs)
         kind = kind_of_call(func, args, kwargs)
+        if func.__name__ in READS:
+            self._places.note_read(func.__name__)
         if func.__name__ in INTEGERS or (func.__name__ in _EQUALITIES and any(type(n) is int and n for n in args)):
             args = tuple(getattr(each, _OWN_COUNT, each) for each in args)  # as mask.sum() == mask.numel() has it
             return self._noted(func(*args, **kwargs))

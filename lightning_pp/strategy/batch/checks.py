@@ -65,10 +65,12 @@ class BatchChecks:
 
     def start(self) -> None:
         """A run of the trainer begins."""
-        self._num_left = dict(NUM_CHECKED) if self.is_on else {}
+        self._num_left = dict(NUM_CHECKED)
 
     def check(self, call: StepCall, batch: Any, microbatches: Sequence[Microbatch], seed: int) -> bool:
-        """Checks the batch if it is one of the first, and returns whether it is.
+        """Checks the batch if it is one of the first, and returns whether it was compared.
+
+        Where checks are off, only numbers that the step changes on the module are looked at.
 
         Raises:
             SplitError: The step makes something else of microbatches than of a batch.
@@ -80,7 +82,7 @@ class BatchChecks:
         self._num_left[call.step] = left - 1
         if len(microbatches) > 1 or self.groups.num_replicas > 1:
             self._check_part(call, batch, microbatches, seed)
-        return True
+        return self.is_on
 
     def unchecked_part(self, run: BatchRun) -> tuple[int, int] | None:
         """The part of a batch to check, if a microbatch takes a branch of the step that no check has seen; else None.
@@ -135,13 +137,15 @@ class BatchChecks:
         part: tuple[int, int] | None = None,
     ) -> None:
         module = self.preparation.module
-        if call.training:
+        if not self.is_on and not self.preparation.changes_attributes(call, microbatches[0], seed):
+            return
+        if call.training and self.is_on:
             warn_batch_norm(module, microbatches[0].num_samples)
         sizes = self.preparation.two_sizes(microbatches, batch, part)
         if all(self.groups.gather(sizes is not None, "whether a batch is checked")) and sizes is not None:
             tolerance = tolerance_of(module, step_dtypes(self.precision).compute, self.device)
             check = PartCheck(self.preparation, call.step, sizes, self.groups, tolerance, self._reported)
-            check.run(partial(self._observe, call, sizes.whole.data, seed))
+            (check.run if self.is_on else check.learn)(partial(self._observe, call, sizes.whole.data, seed))
 
     def _observe(
         self, call: StepCall, batch: Any, seed: int, microbatches: Sequence[Microbatch], around: Around

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -42,6 +42,13 @@ from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, 
 
 Outcome = Observed | Exception
 """What came of a run."""
+_CHECKS = (
+    "to check that its loss adds up. If it works for microbatches, check_first_batches=False turns this check off."
+)
+_LEARNS = (
+    "to see whether the numbers that it changes on the module add up over microbatches. If it works for microbatches, "
+    "change them in a hook such as on_train_batch_end."
+)
 Observe = Callable[[Sequence[Microbatch], Around], Outcome]
 """Runs the step on slices of the part, within the contexts of ``Around``."""
 
@@ -96,6 +103,13 @@ class PartCheck:
         total = sum(part.num_samples for part in parts)
         return [(start / total, part.num_samples / total) for start, part in zip(starts, parts, strict=True)]
 
+    def learn(self, observe: Observe) -> None:
+        """Only finds out which numbers on the module add up over microbatches."""
+        with self._failures_explained(_LEARNS):
+            learn(
+                *(_outcome(observe, part, lambda *_: nullcontext()) for part in ([self.sizes.whole], self.sizes.parts))
+            )
+
     def run(self, observe: Observe, num_logged_before: int | None = None) -> None:
         """Compares the two; every rank learns the last stage's outcome before any continues.
 
@@ -109,10 +123,14 @@ class PartCheck:
             ConfigurationError: It returned None for some of them.
         """
         draws = Draws()
-        with self._failures_explained():
+        with self._failures_explained(_CHECKS):
             whole = _outcome(observe, [self.sizes.whole], self._of_whole(draws))
             parts = _outcome(observe, self.sizes.parts, self._of_parts(draws))
-        compare = partial(self._compared, whole, parts, draws)
+
+        def compare() -> tuple[bool, list[Difference]]:
+            learn(whole, parts)
+            return self._compared(whole, parts, draws)
+
         gathered = self.groups.all_or_none(compare, "What a check of a first batch found")
         self._warn_of_permuted(draws)
         differences = [difference for _, found in gathered for difference in found]
@@ -191,10 +209,6 @@ class PartCheck:
             )
         if not (isinstance(whole, Observed) and isinstance(parts, Observed)):
             return draws.differ, []
-        if whole.outputs:
-            whole.run.scopes.attributes.learned.learn(
-                [partial(each.run.merged, each.outputs) for each in (whole, parts)]
-            )
         return draws.differ, find_differences(self.step, whole, parts, self.tolerance)
 
     def _attributes_matter(self, observe: Observe, whole: Outcome, parts: Outcome) -> bool:
@@ -230,7 +244,7 @@ class PartCheck:
         return any(self.groups.gather(matters, "what attributes do"))
 
     @contextmanager
-    def _failures_explained(self) -> Iterator[None]:
+    def _failures_explained(self, purpose: str) -> Iterator[None]:
         """In the block, errors of the user's step get a note that it ran for the check; type and text stay."""
         try:
             yield
@@ -242,8 +256,7 @@ class PartCheck:
                 what = "samples" if self.sizes.is_cut_by_user else "rows"  # which are nodes in a batch of graphs
                 note = (
                     f"{self.step} was run on parts of a batch, of {self.sizes.whole.num_samples} and of "
-                    f"{sizes} {what}, to check that its loss adds up. If it works for microbatches, "
-                    "check_first_batches=False turns this check off."
+                    f"{sizes} {what}, {purpose}"
                 )
                 add_note(error, note)
             raise
@@ -314,6 +327,12 @@ class PartCheck:
             [] if left else sorted({name for _, names, *_ in gathered for name in names}),
             sorted({line for _, each, _ in of_replicas for line in each}) if all(it for it, *_ in of_replicas) else [],
         )
+
+
+def learn(whole: Outcome, parts: Outcome) -> None:
+    """Notes which numbers on the module add up over microbatches."""
+    if isinstance(whole, Observed) and isinstance(parts, Observed) and whole.outputs:
+        whole.run.scopes.attributes.learned.learn([partial(each.run.merged, each.outputs) for each in (whole, parts)])
 
 
 def _outcome(observe: Observe, microbatches: Sequence[Microbatch], around: Around) -> Outcome:

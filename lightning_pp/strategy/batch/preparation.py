@@ -148,6 +148,14 @@ class BatchPreparation:
             call, microbatches, plans, seed, call_part, self._scopes(attributes, scaled, decisions, call.step), updates
         )
 
+    def changes_attributes(self, call: StepCall, microbatch: Microbatch, seed: int) -> bool:
+        """Whether the step changes attributes for each microbatch, as far as a dry run shows."""
+        if self._ends_with_batch:
+            return False
+        state = StepState(progress_of(self.module.trainer, call.batch_idx), self._attributes.version())
+        seeds = StepRandomness.of_microbatch(seed, 0, self._device)
+        return self._kept_by([self._plan(call, microbatch, seeds.seed_inter_unit, state)]).are_changed
+
     def _record_at(
         self,
         call: StepCall,
@@ -274,7 +282,7 @@ class BatchPreparation:
     def _kept_by(self, plans: Sequence[StepPlan]) -> StepAttributes:
         mutated = dict.fromkeys(name for plan in plans for name in plan.record.mutated_attributes)
         kept = kept_by_step(self.module, list(mutated), list(self.split.units))
-        return StepAttributes(self.module, kept, self._learned)
+        return StepAttributes(self.module, kept, self._learned, are_changed=not mutated.keys().isdisjoint(kept))
 
     def two_sizes(
         self, microbatches: Sequence[Microbatch], batch: Any, part: tuple[int, int] | None = None

@@ -15,6 +15,7 @@ from lightning_pp.distributed.meeting import among_all_ranks
 from lightning_pp.distributed.watch.this_rank import Progress
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.strategy._lightning_private import active_loop
+from lightning_pp.strategy.step.first_look import AroundLoader
 
 _DATA = {
     RunningStage.TRAINING: "training",
@@ -86,7 +87,7 @@ class DataProgress:
         ]
 
 
-class ShortestLoader:
+class ShortestLoader(AroundLoader):
     """A loader that ends on every rank when it has ended on one.
 
     Where a loader knows its length the shortest is agreed upon here. Otherwise the ranks ask each other before each
@@ -98,17 +99,11 @@ class ShortestLoader:
     """
 
     def __init__(self, loader: Any, agree: Callable[[bool], bool]) -> None:
-        self.loader = loader
+        super().__init__(loader)
         self._agree = agree
         lengths: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(lengths, sized_len(loader))
         self._length: int | None = None if None in lengths else min(lengths)
-
-    def __getattr__(self, name: str) -> Any:
-        """What it is not asked to end is asked of the loader."""
-        if name == "loader":  # while it is made
-            raise AttributeError(name)
-        return getattr(self.loader, name)
 
     def __len__(self) -> int:
         """Batches of the rank with the fewest."""

@@ -62,10 +62,15 @@ class StepAttributes:
         module: The user's module.
         places: Module names and attributes, as :func:`kept_by_step` returns them.
         learned: What is known of the values that the module's steps leave.
+
+    Attributes:
+        are_changed: Whether a dry run saw the step change one of them.
     """
 
-    def __init__(self, module: nn.Module, places: Sequence[tuple[str, str]], learned: Learned) -> None:
-        self.places, self.learned = places, learned
+    def __init__(
+        self, module: nn.Module, places: Sequence[tuple[str, str]], learned: Learned, *, are_changed: bool = False
+    ) -> None:
+        self.places, self.learned, self.are_changed = places, learned, are_changed
         self._holders: dict[str, _Attributes | Reached] = {}
         seen: set[int] = set()
         for name in dict.fromkeys(name for name, _ in places):

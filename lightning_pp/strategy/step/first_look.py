@@ -121,16 +121,11 @@ class FirstLook:
         set_own_draws(self._loader, states[1])
 
 
-class LookedAt:
-    """A loader of a class of the user's with its first pass kept; its other attributes are the loader's.
-
-    Args:
-        loader: The loader.
-    """
+class AroundLoader:
+    """Has the attributes of a loader, around which it is."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.look = FirstLook(loader)
 
     def __getattr__(self, name: str) -> Any:
         """What it is asked besides batches is asked of the loader."""
@@ -141,6 +136,14 @@ class LookedAt:
     def __len__(self) -> int:
         """Batches of the loader."""
         return len(self.loader)
+
+
+class LookedAt(AroundLoader):
+    """A loader of a class of the user's with its first pass kept."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.look = FirstLook(loader)
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the loader."""
