@@ -310,8 +310,8 @@ def _reason(difference: Difference, culprit: Culprit | None, whole_batch: str) -
         )
     if difference.of_parts and min(difference.of_parts) <= difference.whole <= max(difference.of_parts):
         return (
-            "It seems to be a mean that divides by something other than the number of samples, in a way that was not "
-            f"recognised. Divide by a tensor that torch.sum made. {whole_batch}"
+            "What couples the samples was not found. If the line divides by something other than the number of "
+            f"samples, divide by a tensor that torch.sum made. {whole_batch}"
         )
     if not difference.is_loss:
         return (

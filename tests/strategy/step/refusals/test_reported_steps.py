@@ -301,6 +301,13 @@ class TwoViews(Step):
         return torch.cdist(rows, rows).square().mean()
 
 
+class MixesRows(Step):
+    """Mixup with the rows in reverse order, by places that the step makes itself."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Tensor:
+        return (h - h[torch.arange(len(h)).flip(0)]).square().mean()
+
+
 class ScaleThatMoves(Step):
     """An attribute that differs with the size of a microbatch, and that the next loss is made with."""
 
@@ -351,6 +358,7 @@ REFUSED = [
     (CountsAndCouples, r"The samples are coupled in .*test_reported_steps.py:\d+ in extra by `std`"),
     (CouplesBesideAMetric, r"The loss .*are coupled in .*test_reported_steps.py:\d+ in extra by `std`.*whole_batch"),
     (TwoViews, r"The samples are coupled in .*test_reported_steps.py:\d+ in extra by `cdist`.*whole_batch_loss=True"),
+    (MixesRows, r"The samples are coupled in .*test_reported_steps.py:\d+ in extra by `__getitem__`"),
     (ScaleThatMoves, r"The attribute 'scale' that training_step changes .* depends on how the batch is cut"),
 ]  # fmt: skip
 
