@@ -71,27 +71,20 @@ def _kept_of(call: UnitCall, checkpointed: Collection[str], regions: set[int | N
     return {**kept, **call.memory.saved_by_policy} if call.unit in checkpointed else kept
 
 
-def least_held(record: StepRecord) -> dict[str, tuple[int, int]]:
-    """Bytes that each unit keeps of one microbatch from F to I and from I to W, whichever units share its stage.
+def least_held(record: StepRecord) -> dict[str, int]:
+    """Bytes that each unit keeps of one microbatch from F to I, whichever units share its stage.
 
     What several units keep counts for the first of them only, and what is received from another stage for none. So for
     any units on a stage, the sum is no more than what :meth:`Activations.of` says.
     """
-    held: dict[str, tuple[int, int]] = {}
+    held: dict[str, int] = {}
     seen: set[int] = set()
-    waiting: set[int] = set()
     regions: set[int | None] = set()
     for call in record.calls:
-        code, (saved, queued) = call.reads.memory, held.get(call.unit, (0, 0))
-        kept = {**code.saved, **_kept_of(call, record.recomputed_units, regions)}
-        left = {**code.queued, **call.memory.queued}
-        queued += code.queued_gradients_bytes + call.memory.queued_gradients_bytes
-        held[call.unit] = (
-            saved + sum(size for memory, size in kept.items() if memory not in seen),
-            queued + sum(size for memory, size in left.items() if memory not in waiting),
-        )
+        kept = {**call.reads.memory.saved, **_kept_of(call, record.recomputed_units, regions)}
+        new = sum(size for memory, size in kept.items() if memory not in seen)
+        held[call.unit] = held.get(call.unit, 0) + new
         seen.update(kept)
-        waiting.update(left)
     return held
 
 

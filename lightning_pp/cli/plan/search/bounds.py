@@ -64,7 +64,7 @@ class Blocks:
             if parameter.unit in block_of_unit:
                 parameters[block_of_unit[parameter.unit]].append(replace(parameter, stages=(0,)))
         held = np.zeros(len(groups))
-        for unit, (num_bytes, _) in least_held(counted.record).items():
+        for unit, num_bytes in least_held(counted.record).items():
             held[block_of_unit[unit]] += num_bytes
         apart = Partition(len(groups), {**whole.stage_of_unit, **block_of_unit}, whole.unit_costs)
         cut = Cut(replace(split, partition=apart, placement=Placement.interleaved(1, len(groups))), is_measured=False)
