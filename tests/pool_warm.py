@@ -13,17 +13,6 @@ os.environ.update({"PYTHONPATH": before} if before else {})
 sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")}))
 
 
-def leave_libraries_out() -> None:
-    """A training looks twice through the globals of all modules that may be the user's.
-
-    A thousand are of libraries that commands import. To look through them takes 20 ms, in a fresh process 60.
-    """
-    from lightning_pp.strategy.lightning import callers
-
-    installed = [name for name, each in sys.modules.items() if "site-packages" in str(getattr(each, "__file__", ""))]
-    callers._LIBRARIES += tuple({name.partition(".")[0] for name in installed})
-
-
 def warm() -> None:
     """Two short trainings fill caches of torch: on one device, and in the stages of a pipeline. So does a compilation.
 
@@ -44,6 +33,5 @@ def warm() -> None:
     torch._dynamo.reset()
 
 
-leave_libraries_out()
 if not torch.cuda.device_count():  # backward would start threads for them
     warm()

@@ -20,6 +20,7 @@ from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 from lightning_pp.strategy.lightning.callers import user_namespaces
 
+_without: set[Any] = set()  # installed modules that have neither function, which takes 20 ms to find out of a thousand
 Clip = Callable[[list[nn.Parameter], float, float], Tensor]
 """Clips this rank's part of what all ranks clip, by the norm of all of it; every rank has to call it."""
 
@@ -144,5 +145,10 @@ def _exchange(replaced: tuple[Any, ...], others: tuple[Any, ...]) -> None:
     """
     by_id = dict(zip(map(id, replaced), others, strict=True))  # looked at by identity: values may compare as they like
     for namespace in (vars(utilities), vars(grads), vars(nn.utils), vars(clip_grad), *user_namespaces()):
+        looked_at = (namespace.get("__name__"), id(namespace), len(namespace))
+        if looked_at in _without:
+            continue
         if not by_id.keys().isdisjoint(map(id, list(namespace.values()))):
             namespace.update({name: by_id[id(value)] for name, value in namespace.items() if id(value) in by_id})
+        elif "site-packages" in str(namespace.get("__file__")):
+            _without.add(looked_at)
