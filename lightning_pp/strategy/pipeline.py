@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.sharding.shard_updates import forget_shards, update_shards
+from lightning_pp.sharding.shard_updates import update_shards
 from lightning_pp.sharding.stage_updates import update_as_stage
 from lightning_pp.split.side_effects.generators import generators_untouched
 from lightning_pp.strategy._lightning_private import (
@@ -223,8 +223,6 @@ class HeldPipeline:
         if self.engine is None:
             return
         self.engine.detach()
-        for optimizer in self._strategy.optimizers:
-            forget_shards(optimizer)
         trainer = self.engine.module.trainer
         has_trained = self.engine.num_batches_trained > self._num_trained_before
         if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted and not has_trained:
