@@ -1,4 +1,4 @@
-"""The values sent between stages: the fewest bytes from which every stage can compute what it needs.
+"""The values sent between stages: few bytes from which every stage can compute what it needs.
 
 A stage may receive outputs of units, or results of the code between units (``h + attention(h)``). The results are
 computed by the stage that makes the last output which they depend on; it goes on with the user's step for them, to the
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_pp.split.record.least_cut import least_cut
 from lightning_pp.split.record.step_record import Reads, StepRecord, Value
 
 
@@ -93,7 +92,7 @@ def _readers(record: StepRecord, stage_of_call: Sequence[int], num_stages: int) 
 
 
 class _LeastCrossing:
-    """The search for the crossing of the fewest bytes, from the last stage to the first."""
+    """The search for a crossing of few bytes, from the last stage to the first."""
 
     def __init__(self, record: StepRecord, stage_of_call: Sequence[int], num_stages: int) -> None:
         self._record = record
@@ -133,41 +132,35 @@ class _LeastCrossing:
         return self._stages[value.leaf]
 
     def _least_for(self, stage: int, needed: Collection[Value]) -> set[Value]:
-        inputs: dict[Value, list[Value]] = {}
-        seen: set[Value] = set()
-        needed_of_others: set[Value] = set()
-        waiting = sorted(needed)
-        while waiting:  # what the stage computes itself cannot be received, only what that is computed from
-            value = waiting.pop()
-            if value not in seen:
-                seen.add(value)
-                if self._stage_of(value) != stage:
-                    needed_of_others.add(value)
-                elif not value.made_by_unit:
-                    waiting += self._record.operations[value.leaf].reads
-        waiting = sorted(needed_of_others)
+        """For each needed value itself, or in its place what it is computed from, whichever has fewer bytes."""
+        operations = self._record.operations
+        values: set[Value] = set()
+        waiting = list(needed)
         while waiting:
             value = waiting.pop()
-            if value not in inputs:
-                inputs[value] = [] if value.made_by_unit else sorted(self._record.operations[value.leaf].reads)
-                waiting += inputs[value]
-        costs = {value: self._cost_for(stage, value) for value in inputs}
-        sources = [value for value in inputs if value.made_by_unit and self._stage_of(value) != stage]
-        return least_cut(inputs, costs, sources, needed_of_others) if sources else set()
+            if value not in values:
+                values.add(value)
+                waiting += () if value.made_by_unit else operations[value.leaf].reads
+        least: dict[Value, set[Value]] = {}
+        for value in sorted(values, key=lambda value: -1 if value.made_by_unit else value.leaf):  # as they were made
+            if value.made_by_unit:
+                least[value] = {value} if self._stage_of(value) != stage else set()
+                continue
+            parts = set().union(*(least[read] for read in operations[value.leaf].reads))
+            is_less = _cost(self._record, value) < sum(_cost(self._record, part) for part in parts)
+            least[value] = {value} if is_less and self._can_receive(stage, value) else parts
+        return set().union(*(least[value] for value in needed))
 
-    def _cost_for(self, stage: int, value: Value) -> int | None:
-        """The cost if ``stage`` receives the value; None if it cannot."""
-        if value.made_by_unit:
-            return _cost(self._record, value)
+    def _can_receive(self, stage: int, value: Value) -> bool:
+        """Whether ``stage`` can receive that result of an operation between units."""
         operation, source = self._record.operations[value.leaf], self._stage_of(value)
-        is_sent = (
+        return (
             source < stage
             and operation.can_cross
             and operation.place.num_calls <= self._last_call[source] + 1
             and operation.place.num_calls < len(self._record.calls)
             and operation.parameters <= self._parameters[source]
         )
-        return _cost(self._record, value) if is_sent else None
 
     def _gradients(self, received: Sequence[Collection[Value]]) -> set[tuple[Value, int]] | None:
         """``(value, stage)`` where that stage computes a gradient for what it receives."""

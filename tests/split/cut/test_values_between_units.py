@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
-from random import Random
 from typing import ClassVar
 
 import pytest
@@ -19,7 +17,6 @@ from torch import Tensor, nn
 from lightning_pp.errors import SplitError
 from lightning_pp.planning.steps.state import StepState
 from lightning_pp.runtime.randomness import StepRandomness
-from lightning_pp.split.record.least_cut import least_cut
 from lightning_pp.split.record.plan import StepPlan
 
 NUM_LAYERS, LENGTH = 6, 5
@@ -260,28 +257,3 @@ def test_a_step_whose_code_between_units_is_another_gets_another_plan() -> None:
     assert plan(False) is adding and plan(True) is subtracting and adding is not subtracting
     assert {adding.record.operations[n].place.name for n in adding.crossing_operations} == {"add"}
     assert {subtracting.record.operations[n].place.name for n in subtracting.crossing_operations} == {"sub"}
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_least_cut_is_the_cheapest_of_all(seed: int) -> None:
-    random = Random(seed)
-    nodes = list(range(9))
-    inputs = {node: [other for other in range(node) if random.random() < 0.4] for node in nodes}
-    costs = {node: None if node > 2 and random.random() < 0.2 else random.randint(1, 9) for node in nodes}
-    sources, needed = [0, 1, 2], random.sample(nodes, 3)
-
-    def is_enough(chosen: set[int]) -> bool:
-        there: set[int] = set()
-        for node in nodes:
-            if node in chosen or (node not in sources and there.issuperset(inputs[node])):
-                there.add(node)
-        return there.issuperset(needed)
-
-    for source in sources:
-        inputs[source] = []
-    free = [node for node in nodes if costs[node] is not None]
-    choices = (set(chosen) for n in range(len(free) + 1) for chosen in itertools.combinations(free, n))
-    cheapest = min(sum(costs[node] or 0 for node in chosen) for chosen in choices if is_enough(chosen))
-    found = least_cut(inputs, costs, sources, needed)
-    assert is_enough(found)
-    assert sum(costs[node] or 0 for node in found) == cheapest
