@@ -99,15 +99,15 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included. A feature pays for its lines by taking others out, so these numbers go down;
 # one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 13_089,
-    ("strategy",): 13_778,
+    ("split",): 12_854,
+    ("strategy",): 13_818,
     ("cli", "conf", "doctor"): 8_714,
     ("telemetry", "callbacks"): 4_121,
     ("schedule",): 4_729,
     ("planning",): 5_511,
-    ("runtime",): 4_572,
+    ("runtime",): 4_526,
     ("checkpoint",): 3_621,
-    ("sharding",): 3_597,
+    ("sharding",): 3_492,
     ("distributed",): 2_428,
     ("tensor",): 3_078,
     ("verification",): 745,

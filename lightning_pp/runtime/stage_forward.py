@@ -216,11 +216,6 @@ class StageForward:
         note_function: As of :class:`OperationCalls`.
     """
 
-    # fmt: off
-    __slots__ = ("_failure", "_inputs", "_next_call", "_num_last_operations", "_operations", "_randomness", "_receive",
-                 "_recomputation", "_stage", "_units", "_with_gradients", "in_flight", "side_effects")
-    # fmt: on
-
     def __init__(
         self,
         calls: StageCalls,
