@@ -15,7 +15,6 @@ from lightning_pp.errors import SplitError
 from lightning_pp.split._torch_private import (
     OperationsMode,
     arg_tree_leaves,
-    hold_memory_number,
     schema_of,
     tree_leaves,
     tree_map,
@@ -120,8 +119,8 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         self.gradient_hooks: list[tuple[str, int]] = []
         self.edits_batch, self.edits = False, dict[int, tuple[str, bool]]()
         self.weights_of_float32_norms: set[str] = set()
-        # by storage, which is held: InstanceNorm repeats its weights for each sample
-        self._repeated: dict[int, tuple[frozenset[Source], Any]] = {}
+        # by storage: InstanceNorm repeats its weights for each sample
+        self._repeated: dict[int, frozenset[Source]] = {}
         self.watch = watch or MemoryWatch()
         self._policy = policy
         self._fake_mode = fake_mode
@@ -131,13 +130,9 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         self._output_storages: dict[int, Value] = {}
         # of results of operations between units: the unit outputs, parameters and so on that they were computed from
         self._origins: dict[Source, frozenset[Source]] = {}
-        # a storage is known by its address, so it must not be freed and given out again meanwhile
-        self._kept_alive: list[Tensor] = []
-        self._numbers_held: list[Any] = []
         self._written: dict[int, frozenset[Source]] = dict(parameters)
         self._written_with_fakes: set[int] = set(parameters)
-        # with the storage itself, which must not be freed and its address given out again
-        self._sources_of_fakes: dict[int, tuple[frozenset[Source], Any]] = {}
+        self._sources_of_fakes: dict[int, frozenset[Source]] = {}
         # for the fake of a real tensor, the real memory that it stands for
         self._real_memory: dict[int, int] = {}
         self._own_memory = set(own_memory)
@@ -164,14 +159,15 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         """Views of ``fake`` without a mark, such as ``parameter.data``, are of the parameter, in any unit."""
         storage = storage_of(fake)
         if storage is not None:
-            self._sources_of_fakes[storage] = (frozenset({Parameter(name)}), fake.untyped_storage())
+            self._sources_of_fakes[storage] = frozenset({Parameter(name)})
+            self.watch.hold(fake)
 
     def parameter_updates(self) -> dict[str, frozenset[str]]:
         """Parameters that inter-unit code wrote into, and those that it computed their new values from."""
         for fake, name in self._parameters.items():
             storage = storage_of(fake)
             if storage not in self._names_of_storages:  # ``parameter.data = ...``
-                self._note_update(name, self._sources_of_fakes.get(storage or 0, (NOTHING,))[0])
+                self._note_update(name, self._sources_of_fakes.get(storage or 0, NOTHING))
         return {name: frozenset(sources) for name, sources in self._updates.items()}
 
     def _note_update(self, name: str, sources: Iterable[Source]) -> None:
@@ -186,7 +182,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         storage = storage_of(tensor)
         if storage is not None:
             self._output_storages[storage] = value
-            self._kept_alive.append(tensor)
+            self.watch.hold(tensor)
 
     def mark_operation(self, tensor: Tensor, value: Value) -> None:
         """Makes ``tensor``, the result of an operation between units, the source ``value`` in place of its own."""
@@ -194,9 +190,8 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         set_sources(tensor, {value})
         storage = storage_of(tensor)
         if storage is not None:
-            self._sources_of_fakes[storage] = (frozenset({value}), tensor.untyped_storage())
+            self._sources_of_fakes[storage] = frozenset({value})
             self._output_storages[storage] = value
-            self._kept_alive.append(tensor)
 
     def keep(self, tensors: Iterable[Tensor], to: dict[int, int]) -> None:
         """Adds the memories of ``tensors`` to ``to``, number to bytes, without those that the step did not make.
@@ -239,7 +234,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
             return found
         # ``.data`` and tensors saved for backward lose their mark; a parameter may have been given other ``.data``
         if is_fake(tensor) and (not found or isinstance(tensor, nn.Parameter)):
-            found |= self._sources_of_fakes.get(storage, (NOTHING,))[0]
+            found |= self._sources_of_fakes.get(storage, NOTHING)
         return found | self._written[storage] if storage in self._written else found
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -297,13 +292,6 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
             place, content = self._contents_before.pop()
             place.copy_(content)
 
-    def release(self) -> None:
-        """Lets go of all tensors, after the last question about any."""
-        self._kept_alive.clear()
-        self._sources_of_fakes.clear()
-        self.drawn_values.release()
-        self.watch.release()
-
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs one operation."""
         inputs = [leaf for leaf in arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
@@ -348,7 +336,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         self.drawn_values.note(drawn, result)
         self._note_product(func, args, result)
         if func is _REPEAT and (storage := storage_of(result)) is not None:
-            self._repeated[storage] = (self.sources_of(args[0]), result.untyped_storage())
+            self._repeated[storage] = self.sources_of(args[0])
         produced: frozenset[Source] = frozenset({Inside(self.call.index)}) if self.call is not None else sources
         for tensor in tree_leaves(result):
             # from fakes comes something real only if it does not depend on them
@@ -362,7 +350,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
 
     def _weights_of(self, tensor: Tensor) -> frozenset[Source]:
         """Where the weights of a norm come from."""
-        return self.sources_of(tensor) | self._repeated.get(self._memory_of(tensor) or 0, (NOTHING,))[0]
+        return self.sources_of(tensor) | self._repeated.get(self._memory_of(tensor) or 0, NOTHING)
 
     def _mark(self, tensor: Tensor, sources: frozenset[Source]) -> None:
         set_sources(tensor, sources)
@@ -371,7 +359,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
             storage = storage_of(tensor)
             # within a unit, a view of what comes from outside (of a parameter) does not change what its memory holds
             if storage is not None and (self.call is None or storage not in self._sources_of_fakes):
-                self._sources_of_fakes[storage] = (sources, tensor.untyped_storage())
+                self._sources_of_fakes[storage] = sources
 
     def _run(self, func: Any, args: Any, kwargs: Any, sources: frozenset[Source]) -> Any:
         if self._written_with_fakes:
@@ -465,8 +453,9 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
             self._without_batch |= made
         else:
             self._without_batch -= made
-        # what no operation makes, a copy by `deepcopy`, would get the number of what was freed
-        self._numbers_held += [hold_memory_number(tensor) for tensor in tensors if storage_of(tensor) in new - {None}]
+        for tensor in tensors:
+            if storage_of(tensor) in new:
+                self.watch.hold(tensor)
         self._own_memory |= new
         if self.call is None:
             self._inter_unit_memory |= new
@@ -498,7 +487,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
             storage = storage_of(tensor)
             if storage is not None and storage in self._inter_unit_memory:
                 self._written[storage] = self._written.get(storage, NOTHING) | {Inside(self.call.index)}
-                self._kept_alive.append(tensor)
+                self.watch.hold(tensor)
 
     def _note_writes(self, func: Any, args: Any, kwargs: Any, produced: frozenset[Source]) -> None:
         for tensor in _written_by(func, args, kwargs):
@@ -513,7 +502,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
             self._written[storage] = self._written.get(storage, NOTHING) | sources_of(tensor) | produced
             if not is_fake(tensor) and self._made_up is None:
                 self._written_with_fakes.add(storage)
-            self._kept_alive.append(tensor)
+            self.watch.hold(tensor)
 
     def _memory_of(self, tensor: Tensor) -> int | None:
         storage = storage_of(tensor)
@@ -531,7 +520,8 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         real_memory, memory = storage_of(leaf), storage_of(fake)
         if real_memory is not None and memory is not None:
             self._real_memory[memory] = real_memory
-            self._kept_alive += (leaf, fake)
+            self.watch.hold(leaf)
+            self.watch.hold(fake)
         return fake
 
 

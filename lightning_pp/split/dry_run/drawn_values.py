@@ -13,7 +13,7 @@ from lightning_pp.split.record.sources import storage_of
 
 
 class DrawnValues:
-    """Follows drawn numbers through a dry run, by their memory.
+    """Follows drawn numbers through a dry run, by their memory, whose numbers the dry run holds.
 
     Attributes:
         uses: ``(calls before the draw, calls before the use)`` to the user's line of the first such use. Calls of units
@@ -23,7 +23,6 @@ class DrawnValues:
     def __init__(self) -> None:
         self.uses: dict[tuple[int, int], str] = {}
         self._drawn_after: dict[int | None, int] = {}
-        self._kept_alive: list[Tensor] = []  # a memory is known by a number that must not be given out again
 
     def found_in(self, func: Any, inputs: list[Tensor], num_calls: int, unit_call: int | None) -> int | None:
         """Before an operation: the earliest draw that it works with; None for none.
@@ -48,9 +47,3 @@ class DrawnValues:
             if isinstance(tensor, Tensor):
                 storage = storage_of(tensor)
                 self._drawn_after[storage] = min(found, self._drawn_after.get(storage, found))
-                self._kept_alive.append(tensor)
-
-    def release(self) -> None:
-        """Lets go of all tensors."""
-        self._drawn_after.clear()
-        self._kept_alive.clear()

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from lightning_pp.split._torch_private import overload_packet, tree_leaves
-from lightning_pp.split.fakes.parameters import is_fake
+from lightning_pp.split._torch_private import hold_memory_number, overload_packet, tree_leaves
 from lightning_pp.split.record.products import ATEN_OPERANDS
 from lightning_pp.split.record.sources import storage_of
 
@@ -28,28 +27,18 @@ class MemoryWatch:
     """
 
     def __init__(self, given: Iterable[int | None] = (), parameters: Iterable[Tensor] = ()) -> None:
-        self._kept: list[Tensor] = []  # a storage is known by its address, which must not be given out again
+        self._held: list[object] = []
         self._numbers: dict[int, int | None] = {storage: None for storage in given if storage is not None}
         self._next = 0
-        self._of_call: list[int] | None = None
-        self._kept_for_call: list[Tensor] = []
         self._weights: dict[int, bool] = {}
         self._is_in_one_piece = False
         for parameter in parameters:
             self.note_weight(parameter, parameter.requires_grad)
 
-    @contextmanager
-    def call_on_made_up_data(self) -> Iterator[None]:
-        """In the block, real tensors are known until the end only, so that not all of a step's data have to live."""
-        self._of_call = []
-        try:
-            yield
-        finally:
-            for storage in self._of_call:
-                del self._numbers[storage]
-                self._weights.pop(storage, None)
-            self._of_call = None
-            self._kept_for_call.clear()
+    def hold(self, tensor: Tensor) -> None:
+        """Has no other memory get the number by which that of ``tensor`` is known, also once that is freed."""
+        if storage_of(tensor) is not None:
+            self._held.append(hold_memory_number(tensor))
 
     def number(self, tensor: Tensor) -> int | None:
         """The number of the memory of ``tensor``; None if the step did not make it, or it has none."""
@@ -59,23 +48,15 @@ class MemoryWatch:
         if storage not in self._numbers:
             self._numbers[storage] = self._next
             self._next += 1
-            self._keep(tensor if is_fake(tensor) else tensor.detach(), storage)
+            self.hold(tensor)
         return self._numbers[storage]
-
-    def _keep(self, tensor: Tensor, storage: int) -> None:
-        """Keeps ``tensor`` as long as its memory must not be given out again."""
-        if self._of_call is None or is_fake(tensor):
-            self._kept.append(tensor)
-        else:
-            self._of_call.append(storage)
-            self._kept_for_call.append(tensor)
 
     def unite(self, tensor: Tensor, with_: Tensor) -> int | None:
         """Makes ``tensor``, a copy for the sake of the record, count as the memory of ``with_``."""
         number, storage = self.number(with_), storage_of(tensor)
         if storage is not None:
             self._numbers[storage] = number
-            self._kept.append(tensor)
+            self.hold(tensor)
         return number
 
     def add(self, tensor: Tensor, to: dict[int, int]) -> None:
@@ -108,9 +89,9 @@ class MemoryWatch:
             self._is_in_one_piece = before
 
     def note_fake(self, fake: Tensor, real: Tensor) -> None:
-        """Notes that ``real``, made-up data for the time of a call, is used instead of ``fake``."""
+        """Notes that ``real``, made-up data, is used instead of ``fake``."""
         is_trainable = self.is_weight(fake)
-        if is_trainable is not None and self._of_call is not None and storage_of(real) not in self._numbers:
+        if is_trainable is not None and storage_of(real) not in self._numbers:
             self.note_weight(real, is_trainable)
 
     def is_weight(self, tensor: Tensor) -> bool | None:
@@ -124,12 +105,7 @@ class MemoryWatch:
         if storage is not None:
             self._weights[storage] = is_trainable
             self._numbers[storage] = None
-            self._keep(tensor, storage)
-
-    def release(self) -> None:
-        """Lets go of all tensors."""
-        self._kept.clear()
-        self._kept_for_call.clear()
+            self.hold(tensor)
 
 
 class GraphReader:

@@ -171,17 +171,17 @@ class DryRun:
         self._units = dict(units)
         # hooks inside units that change what modules take or return
         self._part_of_units: list[Any] = []
-        # a storage is known by its address, which must not be given out again once the step has replaced these
-        self._held: list[Tensor] = []
 
     @contextmanager
     def recording(self, module: nn.Module) -> Iterator[None]:
         """Around the user's step: watches every operation, and every call of a unit."""
-        self._held = [*module.buffers()]
+        tensors = [*module.buffers()]
         for child in module.modules():
-            self._held += [value for value in child.__dict__.values() if isinstance(value, Tensor)]
-        held = set(map(storage_of, self._held))
+            tensors += [value for value in child.__dict__.values() if isinstance(value, Tensor)]
+        held = set(map(storage_of, tensors))
         watch = MemoryWatch({*held, *self._real_parameters}, self._fake_parameters.fakes())
+        for tensor in tensors:  # the step may replace it
+            watch.hold(tensor)
         flow = self._flow = DataFlow(self._fake_parameters.mode, held, self._real_parameters, watch, self._policy)
         flow.watch_parameters(self._fake_parameters)
         about = flow.is_missing, flow.read, flow.address, flow.look, flow.note_gradient_hook
@@ -525,7 +525,6 @@ class DryRun:
             try:
                 with (
                     flow.made_up_data(data),
-                    flow.watch.call_on_made_up_data(),
                     self._saved_memory_noted(call),
                     side_effects.attempt(self._part_of_units),
                 ):
@@ -684,8 +683,6 @@ class DryRun:
         """Lets go of all tensors, since they hold the graph, which holds this recording where no collector sees it."""
         self._marker_nodes.clear()
         self._operation_nodes.clear()
-        self._held.clear()
-        self._flow.release()
 
 
 class _Arguments:
