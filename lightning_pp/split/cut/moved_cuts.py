@@ -59,7 +59,7 @@ class RowOfUnits:
 
 
 class StageTimes:
-    """The times of stages for any cuts: the sums of their units, added one after the other.
+    """The times of stages for any cuts: the sums of their units.
 
     Args:
         row: The units.
@@ -70,19 +70,15 @@ class StageTimes:
     def __init__(self, row: RowOfUnits, costs: Mapping[str, UnitCost], speeds: Sequence[float]) -> None:
         self._row = row
         self._speeds = np.array(speeds)
-        units = [costs[unit] for group in row.groups for unit in group]
-        times = np.array([(cost.forward, cost.backward_input, cost.backward_weight) for cost in units]).T
-        ends = np.cumsum([0, *map(len, row.groups)])
-        number = len(row.groups)
-        # of the groups from one up to another
-        self._sums = np.zeros((3, number, number + 1))
-        for first, begin in enumerate(ends[:-1]):
-            self._sums[:, first, first + 1 :] = np.cumsum(times[:, begin:], axis=1)[:, ends[first + 1 :] - begin - 1]
+        units = [[costs[unit] for unit in group] for group in row.groups]
+        times = [[(cost.forward, cost.backward_input, cost.backward_weight) for cost in group] for group in units]
+        of_groups = np.array([np.sum(group, axis=0) for group in times]).T
+        self._before = np.pad(np.cumsum(of_groups, axis=1), ((0, 0), (1, 0)))  # of all groups before each, and of all
 
     def of(self, places: Places) -> Times:
         """F, I and W of each stage: cuts of shape (several, S - 1) to times of shape (3, several, S)."""
         bounds = self._row.bounds(places)
-        return np.asarray(self._sums[:, bounds[:, :-1], bounds[:, 1:]] / self._speeds)
+        return np.asarray((self._before[:, bounds[:, 1:]] - self._before[:, bounds[:, :-1]]) / self._speeds)
 
 
 def in_batches(arrays: Iterable[Places], size: int) -> Iterator[Places]:
