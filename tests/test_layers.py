@@ -99,7 +99,7 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included. A feature pays for its lines by taking others out, so these numbers go down;
 # one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 12_806,
+    ("split",): 12_990,
     ("strategy",): 13_818,
     ("cli", "conf", "doctor"): 8_714,
     ("telemetry", "callbacks"): 4_121,
