@@ -188,12 +188,12 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "lightnin
     del sys.modules[name]
 import torch, torch._subclasses.fake_tensor, torch.utils._python_dispatch, torch.autograd.graph
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-del torch._subclasses.fake_tensor.FakeTensor, torch._C._autograd._enable_record_function
+del torch._subclasses.fake_tensor.FakeTensor, torch.autograd.graph._engine_run_backward
 del torch.utils._python_dispatch.TorchDispatchMode
 import lightning_pp
 from lightning_pp.runtime import _torch_private as of_runtime
 from lightning_pp.split import _torch_private as of_split
-for use in (lambda: of_runtime.unrecorded(list), lambda: isinstance(1, of_split.FakeTensor)):
+for use in (lambda: of_runtime.run_backward([], []), lambda: isinstance(1, of_split.FakeTensor)):
     try:
         use()
     except ImportError as error:
@@ -213,7 +213,7 @@ def test_the_package_imports_where_names_are_missing(tmp_path: Path) -> None:
     assert done.code == 0, done.output
     told = done.output.splitlines()[-3:]
     assert [line.split()[2].rstrip(",") for line in told] == [
-        "torch._C._autograd._enable_record_function",
+        "torch.autograd.graph._engine_run_backward",
         "torch._subclasses.fake_tensor.FakeTensor",
         "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor",
     ]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from emulated_runs import SLEEPS, WIDTH, Block, DelayedBlock
 
+from lightning_pp.runtime import _torch_private
 from lightning_pp.runtime.split_backward.deferral import (
     WeightGradientQueue,
     collect_weight_gradients,
@@ -106,6 +107,7 @@ NOT_PYTHON: Sequence[tuple[Any, str]] = (
     (Block, "forward"),
     (DelayedBlock, "forward"),
     (torch.autograd, "_engine_run_backward"),  # behind torch.autograd.backward and grad
+    (_torch_private, "_run_engine"),  # the same, where lightning_pp calls it
     (dist.ProcessGroup, "send"),
     (dist.ProcessGroup, "recv"),
     (torch._C._distributed_c10d.Work, "wait"),

@@ -5,7 +5,7 @@ A name that the installed version lacks raises an error at its first use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,22 @@ grouped_product: Callable[[Tensor, Tensor, Tensor], Tensor] = private("torch._gr
 view_base: Callable[[Tensor], Tensor | None] = reader_of("torch.Tensor._base")
 _delayed_error: Any = private("torch._C._functions.DelayedError")
 _record_functions: Callable[[bool], None] = private("torch._C._autograd._enable_record_function")
+_run_engine: Callable[..., Any] = private("torch.autograd.graph._engine_run_backward")
+
+
+def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
+    """``torch.autograd.backward(roots, gradients)`` without the look at them in Python that it begins with.
+
+    It is a sixth of the Python of an action of a pipeline (``benchmarks/steps/emulated.py``).
+
+    Args:
+        roots: Tensors or gradient edges.
+        gradients: That of each, of its shape and dtype.
+
+    Raises:
+        RuntimeError: A gradient has another shape, or a root requires none.
+    """
+    _run_engine(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def unrecorded(call: Callable[..., Any], *args: Any) -> Any:

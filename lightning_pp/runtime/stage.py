@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pp.runtime._torch_private import run_backward
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.recomputation import Recomputation
 from lightning_pp.runtime.split_backward.deferral import (
@@ -129,8 +130,11 @@ class StageRunner:
         if roots:
             in_flight.ran_backward = True
             scope = weight_gradients_deferrable_if(split)
-            with scope or nullcontext(), collect_weight_gradients(in_flight.queue) if split else nullcontext():
-                torch.autograd.backward(roots, root_gradients)
+            if scope is None and not split:
+                run_backward(roots, root_gradients)
+            else:
+                with scope or nullcontext(), collect_weight_gradients(in_flight.queue) if split else nullcontext():
+                    run_backward(roots, root_gradients)
             for module in delayed:
                 in_flight.queue.defer_module(module)
         returned = {}

@@ -216,6 +216,11 @@ class StageForward:
         note_function: As of :class:`OperationCalls`.
     """
 
+    # fmt: off
+    __slots__ = ("_failure", "_inputs", "_next_call", "_num_last_operations", "_operations", "_randomness", "_receive",
+                 "_recomputation", "_stage", "_units", "_with_gradients", "in_flight", "side_effects")
+    # fmt: on
+
     def __init__(
         self,
         calls: StageCalls,
@@ -428,6 +433,11 @@ class StageForward:
     def _keep(self, call: _Call, output: Any) -> Any:
         """Checks what an owned call returned against the record, and keeps what others need."""
         record = call.record
+        if type(output) is Tensor and len(call.sent) == 1:  # nearly always
+            sent = call.sent[0]
+            if sent is not None and not sent.edited_in_place:
+                self._keep_sent(call, sent, output)
+                return output
         leaves = [output] if isinstance(output, Tensor) else leaves_of(output)
         if len(leaves) != len(record.leaves):
             raise SplitError(

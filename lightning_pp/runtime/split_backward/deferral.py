@@ -26,8 +26,8 @@ gradients back are found by :func:`delayed_weight_gradient_modules` and handed t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -49,8 +49,24 @@ __all__ = [
 ]
 
 
-@contextmanager
-def weight_gradients_deferrable() -> Iterator[None]:
+class _Scope:
+    """A class: a generator would cost more than the work itself. Without state, so one instance serves all."""
+
+    def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        self._enter, self._leave = enter, leave
+
+    def __enter__(self) -> None:
+        self._enter()
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+
+
+_DEFERRABLE = _Scope(INSTALLATION.enter, INSTALLATION.leave)
+_NOT_DEFERRABLE = _Scope(INSTALLATION.pause, INSTALLATION.resume)
+
+
+def weight_gradients_deferrable() -> AbstractContextManager[None]:
     """Makes linear operations run so that their weight gradients can be deferred. Goes around F and I.
 
     It has to be active in I as well as in F, for checkpointed blocks run again there. A backward inside it, but outside
@@ -62,11 +78,7 @@ def weight_gradients_deferrable() -> Iterator[None]:
     when the outermost is left. Entering and leaving the outermost cost some ten microseconds, the inner ones hardly
     anything: let one scope go around a whole step.
     """
-    INSTALLATION.enter()
-    try:
-        yield
-    finally:
-        INSTALLATION.leave()
+    return _DEFERRABLE
 
 
 def weight_gradients_may_wait() -> bool:
@@ -74,18 +86,13 @@ def weight_gradients_may_wait() -> bool:
     return INSTALLATION.num_scopes > 0 and not INSTALLATION.num_pauses and torch.is_grad_enabled()
 
 
-@contextmanager
-def weight_gradients_not_deferrable() -> Iterator[None]:
+def weight_gradients_not_deferrable() -> AbstractContextManager[None]:
     """Makes linear operations run as outside of :func:`weight_gradients_deferrable`, though it is within it."""
-    INSTALLATION.pause()
-    try:
-        yield
-    finally:
-        INSTALLATION.resume()
+    return _NOT_DEFERRABLE
 
 
 def weight_gradients_deferrable_if(is_split: bool) -> AbstractContextManager[None] | None:
     """What goes around F and the backward of a microbatch with I and W, or with B; None where nothing has to."""
     if (INSTALLATION.num_scopes > 0) == is_split:
         return None
-    return weight_gradients_deferrable() if is_split else weight_gradients_not_deferrable()
+    return _DEFERRABLE if is_split else _NOT_DEFERRABLE

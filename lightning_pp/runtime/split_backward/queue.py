@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
@@ -184,8 +184,35 @@ class _Collector:
 COLLECTOR = _Collector()
 
 
-@contextmanager
-def collect_weight_gradients(queue: WeightGradientQueue) -> Iterator[None]:
+class _Collecting:
+    """A class, because a generator would cost more than the work itself."""
+
+    __slots__ = ("_beside", "_previous", "_queue")
+
+    def __init__(self, queue: WeightGradientQueue) -> None:
+        self._queue = queue
+
+    def __enter__(self) -> None:
+        queue, thread_id = self._queue, threading.get_ident()
+        self._previous = COLLECTOR.queue
+        if self._previous is not None and COLLECTOR.thread_id != thread_id:
+            raise RuntimeError(
+                "another thread is collecting weight gradients: a process runs one split backward at a time"
+            )
+        COLLECTOR.thread_id = thread_id
+        COLLECTOR.queue = queue
+        self._beside, BESIDE.run = BESIDE.run, queue.run_some
+        queue._num_collecting += 1
+        queue._is_owing = True
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is not None:
+            self._queue.clear()
+        self._queue._num_collecting -= 1
+        COLLECTOR.queue, BESIDE.run = self._previous, self._beside
+
+
+def collect_weight_gradients(queue: WeightGradientQueue) -> AbstractContextManager[None]:
     """Sends the weight gradients of the backward inside to ``queue`` instead of computing them; goes around I.
 
     The backward must be an ordinary one that accumulates into ``.grad`` (``torch.autograd.backward``). Gradients that
@@ -201,20 +228,7 @@ def collect_weight_gradients(queue: WeightGradientQueue) -> Iterator[None]:
     Raises:
         RuntimeError: Another thread is collecting.
     """
-    before, thread_id = (COLLECTOR.queue, BESIDE.run), threading.get_ident()
-    if COLLECTOR.queue is not None and COLLECTOR.thread_id != thread_id:
-        raise RuntimeError("another thread is collecting weight gradients: a process runs one split backward at a time")
-    COLLECTOR.queue, COLLECTOR.thread_id, BESIDE.run = queue, thread_id, queue.run_some
-    queue._num_collecting += 1
-    queue._is_owing = True
-    try:
-        yield
-    except BaseException:
-        queue.clear()
-        raise
-    finally:
-        queue._num_collecting -= 1
-        COLLECTOR.queue, BESIDE.run = before
+    return _Collecting(queue)
 
 
 def delayed_weight_gradient_modules(root: nn.Module) -> list[nn.Module]:

@@ -21,6 +21,7 @@ from lightning_pp.split.record.step_record import Value
 
 _TAG_RANGE = 1 << 30
 _TAGS_PER_STEP = 1 << 19
+_MOST_ROUTES = 256
 # as torch 2.11 maps them; complex numbers go as pairs of these
 _DTYPES_OF_NCCL = {
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64,
@@ -29,10 +30,11 @@ _DTYPES_OF_NCCL = {
 
 
 class _Lane(NamedTuple):
-    """The way of one message.
+    """The way of one message of a route, the same in every step.
 
     Attributes:
-        group: The group, or the channel, that it goes through.
+        group: The group, or the channel, that it goes through. ``dist.isend`` looks it and the peer up for every
+            message, which takes as long as sending.
         peer: The other side's rank in it.
         tag: Of its receive, from the step's first on; 0 where messages find their receive by order.
         alike: A tensor of its shape and dtype, over the memory of one element.
@@ -102,6 +104,10 @@ class Transport:
         self._timeout = timeout
         self._channels: dict[tuple[int, int], Any] = {}
         weakref.finalize(self, _shut_down, self._channels)
+        # for each route, by the tags of its messages; a route is kept with its lanes, so that its id stays its own
+        self._lanes_of: dict[int, tuple[Route, dict[int, _Lane]]] = {}
+        self._lanes: dict[int, _Lane] = {}
+        self._world: dist.ProcessGroup | None = None
         self._first_tag = 0
         self._step = 0
         self._receipts: Mapping[int, int] = {}
@@ -137,16 +143,25 @@ class Transport:
         """Starts a step."""
         self._step += 1
         self._first_tag = self._step * _TAGS_PER_STEP % _TAG_RANGE if self._matches_by_tag else 0
+        world = dist.group.WORLD
+        if world is not self._world:  # another run has another default group
+            self._world, self._lanes_of = world, {}
+        if id(route) not in self._lanes_of:
+            if len(self._lanes_of) >= _MOST_ROUTES:
+                self._lanes_of.clear()
+            departures = (message for stop in route.stops for message in stop.departures)
+            arrivals = (message for messages in route.incoming.values() for message in messages)
+            messages = [message for message in (*departures, *arrivals) if message.sender != message.receiver]
+            if not self._matches_by_tag:
+                self._open_new({(message.sender, message.receiver) for message in messages})
+            self._lanes_of[id(route)] = (route, {message.tag: self._lay_out(message) for message in messages})
+        self._lanes = self._lanes_of[id(route)][1]
         self._receipts = route.receipts
-        if not self._matches_by_tag:
-            messages = [message for stop in route.stops for message in (*stop.departures, *stop.arrivals)]
-            channels = {(message.sender, message.receiver) for message in messages}
-            self._open_new({channel for channel in channels if channel[0] != channel[1]})
 
     def post(self, stop: Stop) -> None:
         """Posts the receives that are due before the action begins."""
         for message in stop.posts:
-            lane, work = self._lay_out(message), None
+            lane, work = self._lanes[message.tag], None
             # like another tensor torch makes one in half the time that it takes for a shape, a dtype and a device
             tensor = torch.empty_like(lane.alike, memory_format=torch.contiguous_format)
             if not lane.is_empty:
@@ -188,7 +203,7 @@ class Transport:
             return received
         tensors = []
         for message, (value, tensor) in zip(stop.arrivals, received, strict=True):
-            like = None if message.sender == self._rank else self._lay_out(message).whole
+            like = None if message.sender == self._rank else self._lanes[message.tag].whole
             if like is not None:
                 with torch.inference_mode(tensor.is_inference()):  # whatever the user's code has set just now
                     part, tensor = tensor, torch.empty_like(like, memory_format=torch.contiguous_format)
@@ -210,7 +225,7 @@ class Transport:
             if receiver == self._rank:
                 self._handed_over[message.tag] = tensor
                 continue
-            lane = self._lay_out(message)
+            lane = self._lanes[message.tag]
             if lane.whole is not None:  # a copy, so that the rest of the tensor is not kept
                 tensor = tensor.reshape(self._num_senders, -1)[dist.get_rank(self._tensor_group)].clone()
             if not lane.is_empty:

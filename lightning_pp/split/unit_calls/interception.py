@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -87,7 +87,7 @@ class UnitCalls:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """In the block, unit calls pass through here, and :meth:`handled_by` need not install anything.
+        """In the block, unit calls pass through here, and :meth:`handled_by` costs next to nothing.
 
         While no handler is in charge they go on as they are.
         """
@@ -116,18 +116,14 @@ class UnitCalls:
                     put_back(attributes, COMPILED_CALL, compiled)
                     put_back(attributes, "forward", forward)
 
+    def handled_by(self, handler: CallHandler) -> AbstractContextManager[None]:
+        """Routes unit calls through ``handler`` within the context."""
+        return _InCharge(self, handler) if self._is_installed else self._installed_for(handler)
+
     @contextmanager
-    def handled_by(self, handler: CallHandler) -> Iterator[None]:
-        """In the block, unit calls are routed through ``handler``."""
-        before = self._handler, self._running_original
-        with self.installed():
-            self._handler, self._running_original = handler, False
-            try:
-                yield
-            finally:
-                self._handler, self._running_original = before
-                if self._handler is None and self.regions.open:
-                    self.regions.close()
+    def _installed_for(self, handler: CallHandler) -> Iterator[None]:
+        with self.installed(), _InCharge(self, handler):
+            yield
 
     def _patched(
         self, name: str, unit: nn.Module, original: Callable[..., Any], *, is_forward: bool
@@ -250,6 +246,27 @@ class _ReplayedFunctions(OutsideUnits):
                 f"again, but {name!r} in forward. It must run the same operations both times."
             )
         return received
+
+
+class _InCharge:
+    """A handler in charge; a class, because a generator would cost more than the work itself."""
+
+    __slots__ = ("_before", "_calls", "_handler")
+
+    def __init__(self, calls: UnitCalls, handler: CallHandler) -> None:
+        self._calls = calls
+        self._handler = handler
+
+    def __enter__(self) -> None:
+        calls = self._calls
+        self._before = calls._handler, calls._running_original
+        calls._handler, calls._running_original = self._handler, False
+
+    def __exit__(self, *_: object) -> None:
+        calls = self._calls
+        calls._handler, calls._running_original = self._before
+        if calls._handler is None and calls.regions.open:
+            calls.regions.close()
 
 
 def with_passed_on(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
