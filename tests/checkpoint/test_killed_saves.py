@@ -35,8 +35,6 @@ SAVES_TO_MEASURE = 3
 FOLLOWS_WITHIN_S = 60.0
 """For ranks whose peer was killed; they see the closed connection, and the rest is a loaded machine."""
 
-context = fork_context()
-
 
 def path_of(folder: Path, version: int, mode: str) -> Path:
     return folder / ("model.ckpt" if mode == "replace" else f"version={version}.ckpt")
@@ -95,6 +93,7 @@ def run_until_killed(folder: Path, mode: str, moment: float, victims: list[int])
     Returns:
         The version whose save was interrupted, and the exit codes.
     """
+    context = fork_context()
     receiver, sender = context.Pipe(duplex=False)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks: list[BaseProcess] = [

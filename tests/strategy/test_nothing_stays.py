@@ -105,6 +105,7 @@ TENSOR: dict[str, Any] = {**PLAIN, "pipeline_parallel_size": 1, "tensor_parallel
 NUM_RANKS = {str(PLAIN): 2, str(ZB_V): 2, str(SHARDED): 4, str(TENSOR): 2}
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("options", "logs", "penalty", "shrinks"),
     [
@@ -191,6 +192,7 @@ def left_by_a_training(options: dict[str, Any]) -> tuple[list[str], int]:
     return [type(each).__name__ for each in (reference() for reference in references) if each is not None], threads
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("options", [ZB_V, SHARDED, TENSOR, {**TENSOR, "compile": {"backend": "aot_eager"}}], ids=str)
 def test_nothing_of_a_training_stays(pool: WorkerPool, options: dict[str, Any]) -> None:
     for found in pool.run(left_by_a_training, options, world_size=NUM_RANKS.get(str(options), 2), timeout=120):

@@ -76,8 +76,7 @@ def changes_of_items(
 
 def change_of(before: Any, now: Any) -> Any:
     """The change of a place from before to ``now``: a move for a number, rows if it has grown at its end."""
-    if is_number(now) and (before is None or is_number(before)):
-        before = 0 if before is None else before  # where the step begins to count
+    if is_number(before) and is_number(now):
         before, now = (each.detach() if isinstance(each, Tensor) else each for each in (before, now))
         return Move(before, now)
     if type(before) is type(now) is list or (type(before) is type(now) is np.ndarray and before.dtype == now.dtype):

@@ -113,6 +113,7 @@ WAYS: dict[str, tuple[Layout, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("layout", "options", "kinds"),
     [
@@ -144,6 +145,7 @@ def resumed(
 
 
 # by day each kind once
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("is_folder", "kinds"),
     [

@@ -227,6 +227,7 @@ ODD_WORDS: list[Any] = [
 ]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("model", "layout", "options"), ODD_WORDS, ids=str)
 def test_vocabularies_that_do_not_divide(pool: WorkerPool, model: str, layout: Layout, options: dict[str, Any]) -> None:
     settings = Settings(model, **ACCUMULATED, only_trains=True)

@@ -220,6 +220,7 @@ def _name_of(each: Any) -> str:
     return getattr(each, "__name__", str(each))
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=_name_of)
 def test_training_is_that_of_microbatches_one_by_one(pool: WorkerPool, model: type[Mixture], layout: Layout) -> None:
     losses, weights = in_a_loop(model, layout)

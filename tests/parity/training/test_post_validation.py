@@ -33,7 +33,7 @@ CASES: list[tuple[dict[str, Any], Layout, dict[str, Any]]] = [
     ({"optimizer": "adamw"}, Layout("zb_h2", 2, 2, 2), {"sharding": "shard_grad_op"}),
     ({"optimizer": "adamw"}, Layout("interleaved_zb", 2, 2, 2), {"sharding": "replicate"}),
     ({"optimizer": "adamw", "precision": "bf16-mixed"}, Layout("zb_h1", 2, 2, 2), {}),
-    ({"accumulate": 2}, Layout("zb_v_greedy", 3, 1, 4), {}),
+    ({"accumulate": 2}, Layout("zb_v", 3, 1, 4), {}),
     ({"optimizer": "adamw"}, Layout("zb_h1", 2, 1, 4, tensor=2), {}),
     ({"accumulate": 2, "two_groups": True, "clip_val": 1.9}, Layout("1f1b", 1, 2, 2, tensor=2), {}),
 ]
@@ -188,6 +188,7 @@ def both_with_state(module: type[KeepsState], callback: Callable[[], L.Callback]
     ]
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("module", "callback"), [(KeepsState, None), (ZeroesInPlace, None), (KeepsState, Looks)])
 def test_what_a_step_keeps_and_what_is_seen_between_steps_are_the_same(
     pool: WorkerPool, module: type[KeepsState], callback: Callable[[], L.Callback] | None

@@ -122,7 +122,6 @@ class Counts(Blocks):
         self.total += torch.stack([y.sum(), x.sum()])
         self.moving.mul_(0.9).add_(loss.detach(), alpha=0.1)
         self.num_steps += 1
-        self.begun = getattr(self, "begun", 0) + len(y)
         np.add.at(self.histogram, (signs, signs), 1)
         self.mean *= 0.5
         self.mean += 0.5 * x.numpy().mean(0)
@@ -132,7 +131,7 @@ class Counts(Blocks):
 
 COUNTED = (
     *("sums", "named", "signs", "lists", "total", "moving", "num_steps", "histogram", "mean", "rows"),
-    *("meter.total", "meter.count", "begun"),
+    *("meter.total", "meter.count"),
 )
 
 

@@ -55,6 +55,7 @@ def trained(layout: Layout, names: Sequence[str]) -> list[dict[str, Any]]:
     return [run_idiom(layout, name) for name in names]
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda number: str(LAYOUTS[number]))
 def test_losses_that_add_up_are_those_of_one_device(pool: WorkerPool, number: int) -> None:
     """By day: most are added up in fives; each sum has one of the layouts, in turn in the same processes."""
@@ -166,6 +167,7 @@ def test_an_attribute_that_does_not_add_up_is_told_by_name(pool: WorkerPool) -> 
     assert "2 after the samples in two parts, 4 after the same samples in one piece" in told[0]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("layout", [Layout("1f1b", 2, 1, 4), Layout("zb_h1", 2, 2, 2)], ids=str)
 def test_a_logged_quotient_of_numbers_of_python_is_told_with_its_line(pool: WorkerPool, layout: Layout) -> None:
     (_, (text,)), *_ = pool.run(warned, layout, "quotient_by_a_number_in_a_log", world_size=layout.world_size)
