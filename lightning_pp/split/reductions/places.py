@@ -36,6 +36,10 @@ class Places:
         self._occurrences: Counter[Any] = Counter()
         self._reads: dict[FrameType, _Read] = {}  # the last one of each function that runs
 
+    def end(self) -> None:
+        """The run is over: frames hold what the step has made."""
+        self._reads.clear()
+
     def note_read(self, function: str) -> None:
         """The running call reads a number."""
         if is_called_by_user() and (frame := _user_frame()) is not None:

@@ -75,6 +75,11 @@ class ReductionRecorder(OutsideUnits):
             }
             self._ratio = earlier.ratio
 
+    def __exit__(self, *error: Any) -> None:
+        """Notes nothing any more."""
+        self._places.end()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function."""
         kwargs = kwargs or {}

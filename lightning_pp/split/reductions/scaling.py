@@ -125,6 +125,7 @@ class ScaledStep(OutsideUnits):
     def __exit__(self, *error: Any) -> None:
         """Follows nothing any more."""
         _running.remove(self)
+        self._places.end()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def of_whole_batch(self, tree: Any) -> Any:

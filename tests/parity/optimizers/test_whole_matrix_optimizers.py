@@ -113,7 +113,7 @@ WAYS: dict[str, tuple[Layout, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("layout", "options", "kinds"),
     [

@@ -71,7 +71,7 @@ def test_whole_batches_are_trained_bit_for_bit(pool: WorkerPool, recipe: str, sc
     assert_trained_alike(outcomes, weights, 0.0)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_microbatches_are_those_of_accumulated_gradients(pool: WorkerPool, recipe: str, schedule: str) -> None:

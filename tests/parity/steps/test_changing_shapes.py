@@ -258,6 +258,7 @@ def _double(batch: Any) -> Any:
     return batch.double() if batch.is_floating_point() else batch
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("kind", "schedule"),
     [

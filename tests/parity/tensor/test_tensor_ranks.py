@@ -171,6 +171,7 @@ NIGHTLY = [
 ]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY if case not in CASES)],

@@ -286,7 +286,7 @@ PATTERNS: list[Pattern] = [
 ]  # fmt: skip
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_as_with_a_plain_trainer(pool: WorkerPool, tmp_path: Path, layout: Layout, pattern: Pattern) -> None:

@@ -111,7 +111,7 @@ def check(pool: WorkerPool, name: str, num_stages: int, schedule: str, run: Call
 AT_NIGHT = ("windows", "diffusion", "perceiver", "detector", "adapted", "state_space", "tasks")
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in AT_NIGHT else []) for name in ARCHITECTURES]
 )

@@ -220,7 +220,7 @@ def _name_of(each: Any) -> str:
     return getattr(each, "__name__", str(each))
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("model", "layout"), CASES, ids=_name_of)
 def test_training_is_that_of_microbatches_one_by_one(pool: WorkerPool, model: type[Mixture], layout: Layout) -> None:
     losses, weights = in_a_loop(model, layout)
@@ -241,6 +241,7 @@ def test_training_is_that_of_microbatches_one_by_one(pool: WorkerPool, model: ty
 AT_NIGHT = [pytest.param(model, marks=pytest.mark.nightly) for model in (MaskedMixtral, Mixture, RunningSums)]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("model", [LeavingAttributes, Mixtral, *AT_NIGHT], ids=_name_of)
 def test_the_refusal_names_lines_and_an_option(pool: WorkerPool, model: type[Mixture]) -> None:
     """With which the test above trains each of them."""

@@ -84,6 +84,7 @@ def check(pool: WorkerPool, settings: Settings, layout: Layout, record: Callable
     assert found.weight < (FLOAT32_WEIGHT_TOLERANCE if is_float32 else TOLERANCE), found.worst_weight
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     "case",
     [*BY_DAY, *(pytest.param(case, marks=pytest.mark.nightly) for case in CROSS_PRODUCT if case not in BY_DAY)],

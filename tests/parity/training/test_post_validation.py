@@ -60,7 +60,7 @@ def train_both(settings: Settings, layout: Layout, options: dict[str, Any]) -> B
     return Both(waiting, train(settings, strategy, layout.world_size))
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("changes", "layout", "options"), CASES, ids=lambda value: str(value))
 def test_early_updates_give_the_same_weights(
     pool: WorkerPool, changes: dict[str, Any], layout: Layout, options: dict[str, Any]
@@ -188,7 +188,7 @@ def both_with_state(module: type[KeepsState], callback: Callable[[], L.Callback]
     ]
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("module", "callback"), [(KeepsState, None), (ZeroesInPlace, None), (KeepsState, Looks)])
 def test_what_a_step_keeps_and_what_is_seen_between_steps_are_the_same(
     pool: WorkerPool, module: type[KeepsState], callback: Callable[[], L.Callback] | None

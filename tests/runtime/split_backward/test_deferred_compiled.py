@@ -121,6 +121,7 @@ def check(
     assert units.kept_in_backward() == []
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(("kind", "wanted"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_gradients_are_those_of_autograd(kind: type[nn.Module], wanted: int) -> None:
     check(kind().double(), inputs(4, 4, 4), wanted, "aot_eager", merged=(1,))

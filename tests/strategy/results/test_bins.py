@@ -74,7 +74,7 @@ def logged(layout: Layout | None, kind: type[Groups]) -> tuple[list[dict[str, fl
     ]
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", [Groups, Skips], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("layout", [Layout("1f1b", 2, 1, 4), Layout("zb_h1", 2, 2, 4)], ids=str)
 def test_as_on_one_device(pool: WorkerPool, layout: Layout, kind: type[Groups]) -> None:

@@ -55,7 +55,7 @@ def trained(layout: Layout, names: Sequence[str]) -> list[dict[str, Any]]:
     return [run_idiom(layout, name) for name in names]
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda number: str(LAYOUTS[number]))
 def test_losses_that_add_up_are_those_of_one_device(pool: WorkerPool, number: int) -> None:
     """By day: most are added up in fives; each sum has one of the layouts, in turn in the same processes."""

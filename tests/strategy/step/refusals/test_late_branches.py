@@ -219,6 +219,7 @@ def checks_of_reading(has_debugger: bool) -> tuple[int, bool]:
             sys.settrace(before)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("has_debugger", [False, True])
 def test_a_step_that_reads_a_number_is_not_checked_again(pool: WorkerPool, has_debugger: bool) -> None:
     assert pool.run(checks_of_reading, has_debugger, world_size=2, timeout=60) == [(0, True)] * 2

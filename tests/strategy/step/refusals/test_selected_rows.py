@@ -200,7 +200,7 @@ def test_a_mean_of_the_first_samples_is_refused(pool: WorkerPool, kind: type[Ste
     assert text in refusal(pool, kind)
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     "kind",
     [SelectsRows, SelectsByAMask, SelectsRareRows, SelectsBeforeAUnit, SelectsIfAny, DividesByLength, LooksAtTheFirst],
