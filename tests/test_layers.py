@@ -99,8 +99,8 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included. A feature pays for its lines by taking others out, so these numbers go down;
 # one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 13_017,
-    ("strategy",): 13_817,
+    ("split",): 13_022,
+    ("strategy",): 13_818,
     ("cli", "conf", "doctor"): 8_714,
     ("telemetry", "callbacks"): 4_121,
     ("schedule",): 4_729,

@@ -24,7 +24,7 @@ from lightning_pp.split.reductions.scaling import degree_of, set_degree
 from lightning_pp.split.unit_calls.interception import OutsideUnits, running_unit
 
 _ORIGINS = "_pp_origins"
-_CHOOSING = ("__getitem__", "index_select", "take_along_dim", "gather")
+_TAKE_ROWS = ("__getitem__", "index_select", "take_along_dim", "gather")
 
 
 def is_close(value: float, other: float, tolerance: float, *scale: float) -> bool:
@@ -223,7 +223,7 @@ def first_culprit(whole: Seen, parts: Sequence[Seen], weights: Sequence[float], 
             return None
         of_given = [_of_whole(other[2], share) for other, share in others]
         of_results = [_of_whole(other[3], share) for other, share in others]
-        if name in _CHOOSING:  # which rows, and of which
+        if name in _TAKE_ROWS:  # a step that makes the places itself makes others for a part
             given, of_given = given[:1], [each[:1] for each in of_given]
         # what is given no tensors (arange) couples no samples
         before = given and _all_make_whole(given, of_given, weights, tolerance)

@@ -18,7 +18,12 @@ _METRICS, _TORCH = package_folders("torchmetrics"), package_folders("torch")
 
 
 class _Read(NamedTuple):
-    """A number that Python has read: where in its code, and the position and times of that read in the step."""
+    """A number that Python has read.
+
+    Attributes:
+        offset: Of the instruction that reads it.
+        label: Its position in the source, and how often the step has read it there.
+    """
 
     offset: int
     label: tuple[Any, ...]
@@ -65,12 +70,12 @@ class Places:
     def _read_before(self, frame: FrameType) -> tuple[Any, ...]:
         self._reads = self._reads_of_callers(frame)
         for caller, read in self._reads.items():
-            if _ends_no_loop(caller.f_code, read.offset, caller.f_lasti):
+            if _is_in_loops_of_read(caller.f_code, read.offset, caller.f_lasti):
                 return read.label
         return ()
 
     def _reads_of_callers(self, frame: FrameType | None) -> dict[FrameType, _Read]:
-        """The reads of ``frame`` and of those that call it, without functions that have returned."""
+        """The reads of ``frame`` and of its callers; functions that have returned are left out."""
         found = dict[FrameType, _Read]()
         while frame is not None:
             if frame in self._reads:
@@ -79,9 +84,9 @@ class Places:
         return found
 
 
-def _ends_no_loop(code: CodeType, first: int, second: int) -> bool:
-    """Whether the instruction ``second`` is in all loops of ``code`` that ``first`` is in."""
-    return all(start <= second <= end for start, end in _loops_of(code) if start <= first <= end)
+def _is_in_loops_of_read(code: CodeType, read: int, call: int) -> bool:
+    """Whether a call is in each loop that a read is in; both are offsets of instructions."""
+    return all(start <= call <= end for start, end in _loops_of(code) if start <= read <= end)
 
 
 @lru_cache(maxsize=4096)
@@ -99,7 +104,7 @@ def is_called_by_user() -> bool:
     frame = inspect.currentframe()
     frame = None if frame is None else frame.f_back
     while frame is not None and (
-        frame.f_code.co_name in ("__torch_function__", "note_read") or frame.f_code.co_filename.startswith(_TORCH)
+        frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith((*_TORCH, __file__))
     ):
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_USERS)

@@ -137,9 +137,11 @@ class BatchChecks:
         part: tuple[int, int] | None = None,
     ) -> None:
         module = self.preparation.module
-        if not self.is_on and not self.preparation.changes_attributes(call, microbatches[0], seed):
-            return
-        if call.training and self.is_on:
+        if not self.is_on:
+            changes = self.preparation.changes_attributes(call, microbatches[0], seed)
+            if not any(self.groups.gather(changes, "whether a step changes attributes")):
+                return
+        elif call.training:
             warn_batch_norm(module, microbatches[0].num_samples)
         sizes = self.preparation.two_sizes(microbatches, batch, part)
         if all(self.groups.gather(sizes is not None, "whether a batch is checked")) and sizes is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -106,9 +106,8 @@ class PartCheck:
     def learn(self, observe: Observe) -> None:
         """Only finds out which numbers on the module add up over microbatches."""
         with self._failures_explained(_LEARNS):
-            learn(
-                *(_outcome(observe, part, lambda *_: nullcontext()) for part in ([self.sizes.whole], self.sizes.parts))
-            )
+            whole = _outcome(observe, [self.sizes.whole], self._of_whole(Draws()))
+            _learn_what_adds_up(whole, _outcome(observe, self.sizes.parts, self._of_parts(Draws())))
 
     def run(self, observe: Observe, num_logged_before: int | None = None) -> None:
         """Compares the two; every rank learns the last stage's outcome before any continues.
@@ -128,7 +127,7 @@ class PartCheck:
             parts = _outcome(observe, self.sizes.parts, self._of_parts(draws))
 
         def compare() -> tuple[bool, list[Difference]]:
-            learn(whole, parts)
+            _learn_what_adds_up(whole, parts)
             return self._compared(whole, parts, draws)
 
         gathered = self.groups.all_or_none(compare, "What a check of a first batch found")
@@ -329,7 +328,7 @@ class PartCheck:
         )
 
 
-def learn(whole: Outcome, parts: Outcome) -> None:
+def _learn_what_adds_up(whole: Outcome, parts: Outcome) -> None:
     """Notes which numbers on the module add up over microbatches."""
     if isinstance(whole, Observed) and isinstance(parts, Observed) and whole.outputs:
         whole.run.scopes.attributes.learned.learn([partial(each.run.merged, each.outputs) for each in (whole, parts)])

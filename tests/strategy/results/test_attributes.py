@@ -15,6 +15,7 @@ from feature_parts import assert_equal_trees
 from pipelined_fit import fit, loader, trainer
 from pool import WorkerPool
 from small_models import Blocks
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.errors import SplitError
@@ -206,3 +207,32 @@ class Appends(WritesElsewhere):
 
 def test_a_step_that_leaves_its_batch_in_an_attribute_does_not_write_into_it(pool: WorkerPool) -> None:
     assert pool.run(told, Appends, world_size=2) == [[], []]
+
+
+class CountsOnOneReplica(Blocks):
+    """Counts samples where the first is positive: those of the first replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_positive = 0
+
+    def train_dataloader(self) -> Any:
+        x = torch.randn(16, 8, dtype=torch.float64)
+        x[:, 0] = x[:, 0].abs() * (1 - 2 * self.trainer.strategy.data_parallel_rank)
+        return DataLoader(TensorDataset(x, x.sum(-1).tanh()), batch_size=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch[0][0, 0] > 0:
+            self.num_positive += len(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+def num_positive() -> int:
+    strategy = PipelineParallelStrategy(2, 2, 2, schedule="1f1b", check_first_batches=False)
+    module, run = CountsOnOneReplica(), trainer(4, strategy, precision="64-true", use_distributed_sampler=False)
+    run.fit(module)
+    return module.num_positive
+
+
+def test_what_one_replica_counts_is_learned_on_all(pool: WorkerPool) -> None:
+    assert sorted(pool.run(num_positive, world_size=4, timeout=60)) == [0, 0, 16, 16]
