@@ -27,10 +27,10 @@ from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The strategy's arguments that concern a run, and not the plan of its pipeline; see :class:`StrategyOptions`.
+    """The strategy's arguments for a run, not for the plan of its pipeline; see :class:`StrategyOptions`.
 
     Raises:
-        ConfigurationError: A value is not of its kind.
+        ConfigurationError: A value is not allowed.
     """
 
     compile: bool | Mapping[str, Any]
@@ -74,117 +74,117 @@ class StrategyOptions(MeshStrategy):
         data_parallel_size: Number of replicas of the pipeline. ``"auto"``: devices / ``pipeline_parallel_size``.
         tensor_parallel_size: Number of neighbouring ranks that share the matrices of each stage, and its batches. The
             product of the three sizes is the number of devices.
-        tensor_parallel_plan: Which matrices are cut over the tensor ranks. ``"auto"``: all that can be cut, as the
-            recorded step shows. Or a dict from names or patterns of modules to ``"colwise"``, ``"rowwise"``,
-            ``"auto"`` or ``"replicate"``. In the first batch each distinct unit is also run whole, and compared.
+        tensor_parallel_plan: Matrices to cut over the tensor ranks. ``"auto"``: all that the recorded step shows can be
+            cut. Or a dict from names or patterns of modules to ``"colwise"``, ``"rowwise"``, ``"auto"`` or
+            ``"replicate"``. In the first batch each distinct unit also runs whole, and is compared.
         sequence_parallel: Compute norms, dropout and sums between two cut matrices of a unit on parts of the sequence.
-            It takes less memory and communicates the same number of bytes.
+            This takes less memory and communicates the same number of bytes.
         num_microbatches: Number of slices of each batch along dimension 0. ``"auto"``: 2 to 4 per pipeline rank.
         schedule: Name of a schedule (:func:`lightning_pp.schedule.available_schedules`), a CSV file, or ``"auto"``. A
-            CSV file has torch's notation and fixes placement and order, also for fewer microbatches. ``"auto"`` chooses
+            CSV file in torch's notation fixes placement and order, also for fewer microbatches. ``"auto"`` chooses
             placement and a first order by costs estimated from FLOPs. After the first batches it searches for an order
-            with measured costs. No result depends on the schedule.
-        stages_per_rank: Number of stages on each rank. None: what is usual for the schedule; 1 or 2 with ``"auto"``.
+            with measured costs. Results do not depend on the schedule.
+        stages_per_rank: Number of stages on each rank. None: the schedule's default; 1 or 2 with ``"auto"``.
         costs: Costs of the stages, or a JSON file of them (``save_costs`` of an earlier run). Nothing is measured then.
-            ``held_after_forward`` and ``held_after_input`` are in GiB; bytes are estimated if they are left at 1.0.
+            ``held_after_forward`` and ``held_after_input`` are in GiB; if both are left at 1.0, bytes are estimated.
         save_costs: JSON file to which rank 0 writes measured costs, with any schedule.
-        num_profiled_batches: Number of training batches that are measured, after two for warm-up.
-        memory_limit_gib: Most GiB that a rank may hold for microbatches between their F and their W, with any schedule.
-            It counts tensors that autograd saves, or that deferred weight gradients keep. Without it ``"auto"``
-            holds at most two microbatches per pipeline rank, as ``zb_h2`` does.
-        device_memory_gib: Most GiB that a rank may hold altogether; cuts and ``"auto"`` keep to it. The dry run
-            estimates parameters, gradients, optimizer state, activations, and buffers of messages and gathers. On a
-            device, communicators are measured too. Leave room for temporaries of operations, the allocator, CUDA, and
-            channels between ranks that are not neighbours.
-        search_seconds: With ``"auto"``, wall-clock seconds that rank 0 may search. Hand-made schedules are always
-            compared. None: no time limit; the search stops by its own effort.
-        post_validation: With clipping by norm, update weights before all ranks know the norm, if it was within the
-            limit in the step before. If it then exceeds the limit, every rank undoes the update and the batch since,
-            and makes both again. Results are bit for bit those of waiting. Code between steps that uses weights,
-            gradients or optimizer states waits for the norm. It takes a second copy of these three on every rank, and
-            serves torch's elementwise optimizers (AdamW, SGD, ...).
-        whole_batch_loss: Run the code after the last unit once, on the joined outputs of all microbatches. A loss needs
-            this if it is not a mean or sum over samples, such as an in-batch contrastive loss. With any schedule, every
+        num_profiled_batches: Number of measured training batches, after two for warm-up.
+        memory_limit_gib: Limit in GiB for microbatches on a rank between their F and their W, with any schedule. It
+            counts tensors saved by autograd or kept by deferred weight gradients. Without it ``"auto"`` holds at most
+            two microbatches per pipeline rank, like ``zb_h2``.
+        device_memory_gib: Limit in GiB for all memory of a rank; cuts and ``"auto"`` keep to it. The dry run estimates
+            parameters, gradients, optimizer state, activations, and buffers of messages and gathers. On a device,
+            communicators are measured too. Leave room for temporaries of operations, the allocator, CUDA, and channels
+            between ranks that are not neighbours.
+        search_seconds: With ``"auto"``, time limit of rank 0's search in wall-clock seconds. Hand-made schedules are
+            always compared. None: the search ends by its own criterion.
+        post_validation: With clipping by norm, update weights before all ranks know the norm, if the previous norm was
+            within the limit. If this norm exceeds it, every rank undoes the update and the batch since, and repeats
+            both. Results equal those of waiting bit for bit. Code between steps that uses weights, gradients or
+            optimizer states waits for the norm. Every rank holds a second copy of these three. Works with torch's
+            elementwise optimizers (AdamW, SGD, ...).
+        whole_batch_loss: Run the code after the last unit once, on the joined outputs of all microbatches. Needed for a
+            loss that is not a mean or sum over samples, such as an in-batch contrastive loss. With any schedule, every
             rank then runs all forwards first and holds all microbatches; ``lightning-pp-plan`` shows the cost. By
-            default that code runs once for each microbatch.
-        check_first_batches: Run a part of the first batches both in one piece and in two, forward only, and compare.
-            The first two batches of a fit are checked, the first of validation, test and prediction, and later ones in
-            which the step takes a new branch. A difference in loss or changed attributes ends a fit, others are warned
-            of; the text says where samples are coupled. False: only a step that changes numbers on the module is run
+            default that code runs once per microbatch.
+        check_first_batches: Run part of the first batches both in one piece and in two, forward only, and compare. This
+            checks the first two batches of a fit, the first of validation, test and prediction, and later ones in which
+            the step takes a new branch. A difference in loss or changed attributes ends a fit, other differences cause
+            a warning; both say where samples are coupled. False: only a step that changes numbers on the module runs
             so, to see whether they add up.
-        auxiliary_losses: Reaction to an auxiliary loss that is made of all samples together, such as the balance loss
-            of a mixture of experts. ``"error"``: the check of the first batches ends the run. ``"per_microbatch"``:
-            each microbatch computes its own, as under gradient accumulation, and they are averaged with the numbers of
-            samples as weights. The rest of the loss stays that of the batch.
-        dynamic_step: Rehearse each microbatch before it runs, to find out which units it calls; about 0.1 ms per call.
-            Set it only if an error says so: the calls then depend on something that the pipeline cannot see.
+        auxiliary_losses: Reaction to an auxiliary loss over all samples together, such as the balance loss of a mixture
+            of experts. ``"error"``: the check of the first batches ends the run. ``"per_microbatch"``: each microbatch
+            computes its own, as under gradient accumulation, and these are averaged, weighted by numbers of samples.
+            The rest of the loss stays that of the batch.
+        dynamic_step: Rehearse each microbatch before it runs, to find the units that it calls; about 0.1 ms per call.
+            Set it only if an error says so: the calls then depend on state that the pipeline cannot see.
         on_nonfinite: Reaction to a NaN or infinite loss, or gradient before an update. ``"error"``: the run ends with a
-            :class:`~lightning_pp.errors.NonFiniteError` before any update uses it. ``"skip"``: all ranks skip
-            the update, with a warning. ``"ignore"``: nothing is checked. ``"error"`` and ``"skip"`` do not save weights
-            that are not finite. ``16-mixed`` skips by its scaler.
+            :class:`~lightning_pp.errors.NonFiniteError` before an update uses it. ``"skip"``: all ranks skip the
+            update, with a warning. ``"ignore"``: nothing is checked. With ``"error"`` and ``"skip"``, weights that are
+            not finite are not saved. With ``16-mixed`` the scaler skips updates.
         unequal_data: Reaction to ranks with different numbers of batches. ``"error"``: the run ends and names both
             numbers. ``"shortest"``: every loader ends on all ranks when the first rank runs out. For data without a
-            length the ranks ask each other before each batch.
-        units: Names or shell patterns of modules that stay whole on one stage. None: they are found.
-        split_points: Names of the units that start stages 1, 2, ...; a block's child cuts the block there. By default
-            the cut has the shortest step, by given measured costs, else by FLOPs and parameters. It is inside of blocks
-            where that makes the step at least 2 % shorter.
+            length this costs an all-reduce before each batch.
+        units: Names or shell patterns of modules that stay whole on one stage. None: found automatically.
+        split_points: Names of the first units of stages 1, 2, ...; a block's child cuts the block there. By default the
+            cut has the shortest step, by given measured costs, else by FLOPs and parameters. It is inside blocks if
+            that makes the step at least 2 % shorter.
         unit_weights: Factor for the cost of units in the cut, by name or shell pattern.
         rank_speeds: Relative speed of each pipeline rank, if devices differ.
-        split_head: Number of parts into which a last ``nn.Linear`` is cut along its classes, for several stages; False,
-            or ``"auto"``. Its logits must go into one cross entropy. ``"auto"`` cuts a head that costs more than a
+        split_head: Number of parts of a last ``nn.Linear``, split along its classes over several stages; False, or
+            ``"auto"``. Its logits must go into one cross entropy. ``"auto"`` splits a head that costs more than a
             stage, if the step gets shorter. Every stage with a part holds the whole weight. Steps that use the logits
             otherwise (metrics, prediction) run the whole head on the last stage.
-        sharding: What data-parallel ranks share of a stage. ``"replicate"``: nothing; gradients are all-reduced.
+        sharding: How data-parallel ranks share a stage. ``"replicate"``: not at all; gradients are all-reduced.
             ``"shard_grad_op"``: parameters, gradients and optimizer states are sharded, and parameters gathered once
             per step. ``"full_shard"``: parameters are gathered before each window of use, and freed after it.
-        unshard_budget: With ``"full_shard"``, most bytes of gathered parameters on a rank. None: two stages, but at
-            most half of what the rank holds and at least its two largest units.
+        unshard_budget: With ``"full_shard"``, limit in bytes for gathered parameters on a rank. None: two stages, but
+            at most half of the rank's parameters and at least its two largest units.
         cpu_offload: Keep parameters, gradients and optimizer states of units on the host, and run the optimizer there.
             It works with one replica, but not with ``"replicate"``.
         data_parallel_replicate_size: Number of data-parallel ranks that hold the same shards (HSDP); a divisor of
             ``data_parallel_size``. Gathers stay within ``data_parallel_size / data_parallel_replicate_size`` ranks.
-        compile: True, or options of ``torch.compile``: compile every unit by itself. If the backward is split, their
-            weight gradients are deferred to W too. Units that are one layer of torch are not compiled. Units with parts
-            of matrices are compiled if they can be captured as one graph; the log names the others.
+        compile: True, or options of ``torch.compile``: compile every unit separately. If the backward is split, their
+            weight gradients are deferred to W too. Units that are one layer of torch are not compiled. Units cut over
+            tensor ranks are compiled if they can be captured as one graph; the log names the others.
         activation_checkpointing: Units that keep only their inputs and run again in backward. True: units in lists of
-            repeated blocks. ``"auto"``: as few of these as ``device_memory_gib`` allows, on the ranks above it.
-            Names or patterns: those units. A policy, or a list of operations whose outputs are saved,
-            as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them: repeated blocks.
-        activation_offload: Keep activations on the host (pinned on CUDA) between forward and backward, if both copies
-            fit beside the computation, by ``costs`` or by times measured in the first batches.
+            repeated blocks. ``"auto"``: as few of these as ``device_memory_gib`` requires, on the ranks above it. Names
+            or patterns: those units. A policy, or a list of operations with saved outputs, as for
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts``: repeated blocks.
+        activation_offload: Keep activations on the host (pinned on CUDA) between forward and backward, if computation
+            hides both copies, by ``costs`` or by times measured in the first batches.
         save_distributed_checkpoint: True: every rank writes its shard, into a folder that loads under any other layout.
-            False: one ``.ckpt`` file, from which a plain ``Trainer()`` on one device resumes.
+            False: one ``.ckpt`` file, which a plain ``Trainer()`` on one device can resume.
         async_checkpoint: Write checkpoints while training continues; see :meth:`wait_for_checkpoint`.
-        meta_init: Run ``configure_model`` without allocating parameters, as ``trainer.init_module(empty_init=True)``
-            does. A rank allocates what it owns and initialises it by ``_init_weights`` or ``reset_parameters``. The
-            values differ from those of one device.
-        initial_weights: Path or URL of weights to start from: a ``.safetensors`` file, a Hugging Face model directory,
-            a checkpoint of any kind, or a saved ``state_dict``. Every rank reads what it owns. The names may lack a
-            prefix that all the module's names have.
-        process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default what suits the device.
-        deadlock_seconds: Seconds after which a deadlock ends the run. In a deadlock every rank waits for the others in
-            one call, and none runs the user's code. All ranks then end with code 1 and report where each stands.
+        meta_init: Run ``configure_model`` without allocating parameters, as with
+            ``trainer.init_module(empty_init=True)``. Each rank allocates its parameters and initialises them with
+            ``_init_weights`` or ``reset_parameters``. The values differ from those of one device.
+        initial_weights: Path or URL of initial weights: a ``.safetensors`` file, a Hugging Face model directory, a
+            checkpoint of any kind, or a saved ``state_dict``. Every rank reads only its parameters. The names may lack
+            a prefix that all the module's names have.
+        process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default chosen for the device.
+        deadlock_seconds: Seconds after which a deadlock ends the run: every rank waits for the others in one call, and
+            none runs the user's code. All ranks then end with code 1 and report their positions.
         preemption_seconds: After a signal the run ends at the next batch, which must begin within this many seconds.
             Otherwise all processes end at once with the signal's code (143 for SIGTERM) and save nothing. Raise it for
             long batches.
-        timeout: How long a collective or a message may wait. None: ten minutes over NCCL, half an hour over gloo, as in
+        timeout: Time limit of a collective or a message. None: ten minutes over NCCL, half an hour over gloo, as in
             torch. The first meeting of all processes may take half an hour.
         flight_recorder_dirpath: Folder for torch's flight recorder. If a collective or message over NCCL times out,
             each rank writes its latest ones there. None: nothing is recorded.
-        split_batch: Function ``split_batch(batch, n)`` that cuts a batch on the device into at most ``n`` microbatches.
-            Give it if cutting along dimension 0 is wrong (graphs, objects). It returns a list of
+        split_batch: Function ``split_batch(batch, n)`` that cuts a batch on the device into at most ``n`` microbatches,
+            for batches that must not be cut along dimension 0 (graphs, objects). It returns a list of
             :class:`lightning_pp.BatchPart`, or of data whose tensors share one length along dimension 0, the same on
-            every rank of a pipeline. In a configuration: ``{_target_: hydra.utils.get_method, path:
-            my_module.split_graphs}``.
-        batch_dim: Dimension along which the samples of a tensor lie, if it is not 0, by the tensor's path in the batch:
+            every rank of a pipeline. In a configuration:
+            ``{_target_: hydra.utils.get_method, path: my_module.split_graphs}``.
+        batch_dim: Dimension of the samples of a tensor, if it is not 0, by the tensor's path in the batch:
             ``{"position_ids": 1}`` for shape ``(3, samples, length)``. In nested dicts a path is
             ``inputs.position_ids``, in a tuple ``[0]``, and a batch that is a tensor is ``batch``.
 
     Raises:
         ConfigurationError: The product of the sizes is not the number of devices; ``sharding`` is unknown; the budget
             is less than one unit; a number is less than 1; a file is for other sizes; no cut fits
-            ``device_memory_gib``; or the module or the trainer needs what a pipeline cannot do.
+            ``device_memory_gib``; or a pipeline does not support the module or the trainer.
         ScheduleError: The schedule is unknown or does not allow ``stages_per_rank``; its file cannot be run; or no
             schedule fits the memory limit.
     """
@@ -251,5 +251,5 @@ class StrategyOptions(MeshStrategy):
         self._begin(options, RunOptions(compile, meta_init, *checkpoints, deadlock_seconds, preemption_seconds))
 
     def _begin(self, options: PipelineOptions, run_options: RunOptions) -> None:
-        """Keeps the options; the strategy makes what it consists of from them."""
+        """Keeps the options; the strategy builds its parts from them."""
         self.options, self.run_options = options, run_options
