@@ -1,4 +1,4 @@
-"""The Lightning strategy: what Lightning calls, handed to the rooms that do it."""
+"""The Lightning strategy: passes Lightning's calls on to the rooms that implement them."""
 
 from __future__ import annotations
 
@@ -45,10 +45,9 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def with_stages(method: _Method) -> _Method:
-    """Decorates a method of the strategy that is about stages: in a plain run Lightning's own method is called instead.
+    """Decorates a method of the strategy that needs stages: in a plain run (``is_plain``) it calls Lightning's method.
 
-    A strategy is plain if its attribute ``is_plain`` is true. Lightning's own method is the one that
-    :class:`MeshStrategy` overrides or inherits.
+    Lightning's method is the one that :class:`MeshStrategy` overrides or inherits.
     """
 
     @functools.wraps(method)
@@ -69,9 +68,9 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         replace_search_for_last(last_at_url)
         allow_compiled_modules(lambda strategy: isinstance(strategy, MeshStrategy) and strategy.is_plain)
         self.last_checkpoints: set[str] = set()
-        """The folders in which ``ckpt_path="last"`` has looked, until something is loaded."""
+        """The folders searched for ``ckpt_path="last"``, until a checkpoint is loaded."""
         self.runs_no_batch = False
-        """Whether the run under way is over no batches (``limit_val_batches=0``), so that there is no pipeline yet."""
+        """Whether the current run has no batches (``limit_val_batches=0``), so that there is no pipeline yet."""
         self._checkpoints = Checkpoints(
             is_sharded=self.run_options.save_distributed_checkpoint,
             in_background=self.run_options.async_checkpoint,
@@ -83,10 +82,10 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         self._watch = RunWatch(self, self._pipeline)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineParallelStrategy:
-        """A copy, where there is no pipeline.
+        """Copies a strategy that has no pipeline.
 
         Raises:
-            ConfigurationError: There is one, and its process groups cannot be copied.
+            ConfigurationError: There is a pipeline, and its process groups cannot be copied.
         """
         if self._pipeline.engine is None:
             copied = memo[id(self)] = type(self).__new__(type(self))
@@ -100,14 +99,14 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
 
     @property
     def engine(self) -> PipelineEngine:
-        """What runs the pipeline on this rank; there from ``setup`` on, and never in a plain run."""
+        """Runs the pipeline on this rank; exists from ``setup`` on, never in a plain run."""
         if self.is_plain:
             raise RuntimeError("There is no pipeline: one stage on one device trains as a plain Trainer does.")
         return self._pipeline.built
 
     @property
     def costs(self) -> StageCosts | None:
-        """Costs of the stages on every rank: those given; else those measured, once they are; ``held_*`` in GiB."""
+        """Costs of the stages on every rank, given or measured; None before; ``held_*`` in GiB."""
         if self._pipeline.engine is not None:
             return self._pipeline.engine.costs
         costs = self.options.schedule.costs
@@ -118,10 +117,10 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         """Whether there is one stage on one device, and no option needs the pipeline's engine.
 
         Then nothing is recorded, cut, checked or refused: steps, optimizers, loops and checkpoints are Lightning's own,
-        each batch runs whole, and ``save_distributed_checkpoint`` has no effect, since one process writes one file.
-        Pipelines resume from that file, and it from theirs. What needs an engine: ``compile``, ``meta_init``,
+        each batch runs whole, and ``save_distributed_checkpoint`` has no effect. Pipelines resume from such
+        checkpoints, and plain runs from those of pipelines. These options need an engine: ``compile``, ``meta_init``,
         ``initial_weights``, ``async_checkpoint``, ``activation_checkpointing``, ``cpu_offload``, ``device_memory_gib``,
-        ``save_costs``, ``split_points``, or several stages. False before the trainer has given devices.
+        ``save_costs``, ``split_points``, or several stages. False before the trainer has set devices.
         """
         if self._is_plain is None and self.parallel_devices is not None:
             is_one = self.sizes.ranks_of_batch == 1 and self.sizes.data_parallel == 1
@@ -130,17 +129,17 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
 
     @property
     def fewest_stages(self) -> int:
-        """Stages that the module has to be cut into, at least; known as soon as the trainer has given devices."""
+        """Minimum number of stages; known once the trainer has set devices."""
         return self.options.layout_request(self.sizes.pipeline, 1, self.root_device.type).fewest_stages
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Only after ``setup`` is it known which tensors a rank owns and reads."""
+        """True in a pipeline: the tensors of a rank are known only after ``setup``."""
         return not self.is_plain
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """The strategy loads optimizer states itself, by parameter name."""
+        """False in a pipeline: the strategy loads optimizer states itself, by parameter name."""
         return self.is_plain
 
     def _configure_launcher(self) -> None:
@@ -159,13 +158,13 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Parameters made within have no memory if ``empty_init``, by default if ``meta_init``."""
+        """Creates parameters without memory if ``empty_init``, by default if ``meta_init``."""
         with super().tensor_init_context(self.run_options.meta_init if empty_init is None else empty_init):
             yield
 
     @with_stages
     def setup_environment(self) -> None:
-        """Joins the process group; callbacks that would copy the whole module are changed not to."""
+        """Joins the process group, and keeps callbacks from copying the whole module."""
         with collector_paused():
             import_module("lightning_pp.strategy.engine")  # while the processes start that this one has launched
         super().setup_environment()
@@ -174,10 +173,10 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
 
     @with_stages
     def setup(self, trainer: pl.Trainer) -> None:
-        """Cuts the module, keeps this rank's part of it, and makes optimizers over that part.
+        """Cuts the module, keeps this rank's part of it, and creates optimizers for that part.
 
-        The first batch of the loader that the trainer is about to run over is read to learn how the step flows. Where
-        it is to run over nothing, no loader is made, and the module stays whole.
+        The step is recorded on the first batch of the trainer's loader. If the run has no batches, no loader is
+        created, and the module stays whole.
         """
         is_loaded = trainer.ckpt_path is not None or (
             isinstance(self.launcher, RunLauncher) and self.launcher.ckpt_path is not None
@@ -197,7 +196,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         self.barrier()
 
     def model_to_device(self) -> None:
-        """Moves the module of a plain run; otherwise the engine moves what this rank owns."""
+        """Moves the module in a plain run; in a pipeline the engine moves this rank's part."""
         if self.is_plain:
             assert self.model is not None
             self.model.to(self.root_device)
@@ -209,7 +208,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         """Runs the forward and backward of the whole batch through the pipeline.
 
         Returns:
-            What the user's step would have returned for the whole batch, detached.
+            The output of the user's step for the whole batch, detached.
         """
         trainer = self._trainer
         self._watch.begin_batch(trainer, evaluates=False)
@@ -240,24 +239,24 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         return self.engine.evaluate(step, args, kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Lightning's: the step, clipping and update. With ``post_validation`` the update may not be final yet."""
+        """Runs Lightning's step, clipping and update. With ``post_validation`` the update may not be final yet."""
         output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         if self._pipeline.engine is not None:
             self._pipeline.engine.post_validation.end_update()
         return output
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves a batch, and notes its fingerprint while it is still on the host."""
+        """Moves a batch, and takes its fingerprint on the host first."""
         if self._pipeline.engine is not None:
             self._pipeline.engine.note_batch(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @with_stages
     def process_dataloader(self, dataloader: object) -> object:
-        """Seeds workers by replica; resumes a training loader within an epoch, and may end it when another one ends.
+        """Seeds workers by replica, resumes a training loader within an epoch, and applies ``unequal_data``.
 
         Raises:
-            CheckpointError: The training goes on within an epoch, and the loader cannot.
+            CheckpointError: The training resumes within an epoch, and the loader cannot.
         """
         seed_workers_by(dataloader, self.data_parallel_rank)
         dataloader = self._checkpoints.follow_loader(super().process_dataloader(dataloader), self._trainer)
@@ -269,34 +268,34 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
 
     @with_stages
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the model, or with ``save_distributed_checkpoint=False`` all of it, on rank 0."""
+        """This rank's part of the model; with ``save_distributed_checkpoint=False`` the whole model on rank 0."""
         return self._checkpoints.model_state()
 
     @with_stages
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """With ``save_distributed_checkpoint=False`` the optimizer's state as one device would have it, on rank 0."""
+        """With ``save_distributed_checkpoint=False`` the optimizer state of one device, on rank 0."""
         return self._checkpoints.optimizer_state(optimizer)
 
     @with_stages
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Writes a checkpoint; every rank takes part. After an exception nothing is written."""
+        """Writes a checkpoint; every rank must call this. After an exception nothing is written."""
         self._checkpoints.save(checkpoint, filepath, storage_options)
 
     def wait_for_checkpoint(self) -> None:
-        """With ``async_checkpoint``: waits until the last checkpoint is in its place; every rank has to call it.
+        """With ``async_checkpoint``, waits until the last checkpoint is complete; every rank must call this.
 
-        The next save, the next load and the end of the run wait by themselves.
+        The next save, the next load and the end of the run wait automatically.
 
         Raises:
-            CheckpointError: On all ranks: it could not be written.
+            CheckpointError: On all ranks: the checkpoint could not be written.
         """
         self._checkpoints.wait()
 
     @with_stages
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Removes a checkpoint, once one that is being written is in its place."""
+        """Removes a checkpoint, after a save in the background is complete."""
         self._checkpoints.remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -315,21 +314,21 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
 
     @with_stages
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads weights and optimizer state, as ``on_load_checkpoint`` has left them, into this rank's part."""
+        """Loads weights and optimizer state into this rank's part, with the edits of ``on_load_checkpoint``."""
         resume_callbacks(self._trainer, checkpoint.get("callbacks", {}))
         self._checkpoints.load(checkpoint, strict=strict)
 
     # ---------------------------------------------------------------- end
 
     def gather_module(self) -> None:
-        """Makes the module whole again, on the CPU of every rank, after a fit or its siblings: for another Trainer.
+        """Gathers the whole module on every rank's CPU after a run, for another Trainer; every rank must call this.
 
-        Every rank has to call it. It takes the memory of the whole model on every rank. This trainer's optimizers are
-        gone afterwards; to go on with them, save a checkpoint before. In a plain run there is nothing to do.
+        It needs the memory of the whole model on every rank. This trainer's optimizers are lost; to continue with
+        them, save a checkpoint before. In a plain run it does nothing.
 
         Raises:
-            RuntimeError: There is no pipeline, it is running, or an exception has ended it, in which case the ranks'
-                weights may be one step apart.
+            RuntimeError: There is no pipeline; it is running; or an exception has ended it, so that the ranks' weights
+                may be one step apart.
             CheckpointError: On all ranks: a save in the background failed.
         """
         if self.is_plain:
@@ -338,7 +337,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
 
     @with_stages
     def on_exception(self, exception: BaseException) -> None:
-        """Reports to the other ranks, and abandons their groups, so that none waits for this one."""
+        """Reports to the other ranks and abandons the process groups, so that none waits for this rank."""
         self._watch.note(exception)
         self._checkpoints.give_up()
         self.last_checkpoints.clear()
@@ -346,7 +345,7 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
 
     @with_stages
     def teardown(self) -> None:
-        """Puts the module's metrics back; its parameters stay where they are, for the next run of the trainer."""
+        """Restores the module's metrics; its parameters stay on their stages for the trainer's next run."""
         self.barrier()  # who leaves the run is no longer watched; not after an exception
         self._watch.end(is_interrupted=self._is_interrupted)
         self._pipeline.detach()
@@ -360,13 +359,13 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
             self.accelerator.teardown()
 
     def on_train_start(self) -> None:
-        """Compares how many batches the ranks have; from here on errors of loggers are warnings."""
+        """Compares the ranks' numbers of batches; from here on errors of loggers are warnings."""
         self._watch.before_first_batch(self._trainer)
         if not self.is_plain:
             self._checkpoints.data.begin()
 
     def on_validation_start(self) -> None:
-        """Compares how many batches the ranks have, of each loader; from here on errors of loggers are warnings."""
+        """Compares the ranks' numbers of batches of each loader; from here on errors of loggers are warnings."""
         self._watch.before_first_batch(self._trainer)
 
     on_test_start = on_predict_start = on_validation_start
@@ -382,5 +381,5 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
         return self.lightning_module.trainer
 
     def _may_ranks_be_apart(self) -> bool:
-        """After an exception; after a signal all ranks leave together, between two batches."""
+        """Whether ranks may be at different steps: after an exception, but not after a signal."""
         return self._is_interrupted and not self._trainer.received_sigterm
