@@ -1,4 +1,4 @@
-"""The pipeline that runs under a trainer, if there is one."""
+"""The pipeline of a trainer, if there is one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pp.telemetry.measurement import MeasurablePipeline
 
 
 class LoggedPipeline(MeasurablePipeline, Protocol):
-    """A pipeline that can also report how it was planned."""
+    """A pipeline that also reports its plan."""
 
     def facts(self) -> dict[str, int | str | bool]: ...
 
@@ -21,7 +21,7 @@ class LoggedPipeline(MeasurablePipeline, Protocol):
 
 
 def pipeline_of(trainer: pl.Trainer) -> LoggedPipeline | None:
-    """What runs the pipeline on this rank, or None without one; known by what the strategy offers."""
+    """This rank's engine, or None without a pipeline."""
     strategy: Any = trainer.strategy
     # looked up in the class, since the property raises before the pipeline is built
     if not hasattr(type(strategy), "engine") or strategy.is_plain or strategy.runs_no_batch:
@@ -31,7 +31,7 @@ def pipeline_of(trainer: pl.Trainer) -> LoggedPipeline | None:
 
 
 def set_label(trainer: pl.Trainer, label: Callable[[str], AbstractContextManager[Any]] | None) -> None:
-    """Has the actions of the pipeline run within contexts of their names from the next batch on; None: no longer."""
+    """From the next batch on, runs each action within a context with its name; None ends this."""
     pipeline = pipeline_of(trainer)
     if pipeline is not None:
         pipeline.label = label

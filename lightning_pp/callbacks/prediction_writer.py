@@ -16,16 +16,16 @@ from lightning_pp.errors import ConfigurationError
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes what ``predict_step`` returns, one file per batch; :func:`read_predictions` reads them.
+    """Writes the outputs of ``predict_step``, one file per batch; :func:`read_predictions` reads them.
 
-    One rank of each replica writes. ``loader0/rank0/batch000000.pt`` belongs to the first loader, replica and batch. A
-    file holds ``{"indices": [...], "predictions": ...}`` with tensors on the CPU. It appears when it is complete.
+    One rank of each replica writes. ``loader0/rank0/batch000000.pt`` is for the first loader, replica and batch. A file
+    has ``{"indices": [...], "predictions": ...}`` with tensors on the CPU. It appears only when it is complete.
 
     Args:
         folder: Folder for the predictions, one file per batch.
 
     Raises:
-        ConfigurationError: The folder already holds predictions when predicting begins.
+        ConfigurationError: The folder already has predictions when predicting begins.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -61,18 +61,18 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def read_predictions(folder: str | Path, dataloader: int = 0) -> list[dict[str, Any]]:
-    """Reads the predictions that :class:`PredictionWriter` wrote for one loader, in the order of its samples.
+    """Reads predictions of :class:`PredictionWriter` for one loader, in the order of its samples.
 
     Args:
-        folder: The folder that the writer was given.
+        folder: The writer's folder.
         dataloader: The loader's number.
 
     Returns:
         For each batch ``{"indices": [...], "predictions": ...}``. ``indices`` are the samples' numbers, or None for a
-        stream; ``predictions`` is what ``predict_step`` returned for them.
+        stream; ``predictions`` is the output of ``predict_step``.
 
     Raises:
-        FileNotFoundError: The folder holds no predictions of this loader.
+        FileNotFoundError: The folder has no predictions of this loader.
     """
     files = sorted((Path(folder) / f"loader{dataloader}").glob("rank*/batch*.pt"))
     if not files:
@@ -82,11 +82,11 @@ def read_predictions(folder: str | Path, dataloader: int = 0) -> list[dict[str, 
 
 
 def _replica(trainer: pl.Trainer) -> int:
-    """Which part of the data this rank sees."""
+    """The number of this rank's part of the data."""
     sampler: dict[str, Any] = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0}
     return int(sampler["rank"])
 
 
 def _writes(trainer: pl.Trainer) -> bool:
-    """Whether this rank is the first of those that see the same data."""
+    """Whether this rank is the first of its replica."""
     return not any(getattr(trainer.strategy, f"{axis}_rank", 0) for axis in ("pipeline", "tensor_parallel"))

@@ -1,4 +1,4 @@
-"""Where callbacks put their files."""
+"""Folders for the files of callbacks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def log_folder(trainer: pl.Trainer) -> Path | None:
 
 
 def shared_folder(trainer: pl.Trainer, dirpath: str | Path | None, name: str) -> Path:
-    """A folder into which every rank writes: that of rank 0; every rank must call this.
+    """Rank 0's folder, for files of every rank; every rank must call this.
 
     Args:
         trainer: The trainer.
-        dirpath: The folder, if the user gave one.
-        name: Of a folder within that of the logs, or of ``default_root_dir``, if not.
+        dirpath: The user's folder, if any.
+        name: Otherwise, name of a folder in that of the logs, or in ``default_root_dir``.
     """
     folder = dirpath
     if folder is None and trainer.is_global_zero:
@@ -36,7 +36,7 @@ def shared_folder(trainer: pl.Trainer, dirpath: str | Path | None, name: str) ->
 
 
 def check_ranks(callback: str, ranks: object) -> None:
-    """Checks what a user gave for ``ranks``.
+    """Checks the argument ``ranks``.
 
     Raises:
         ConfigurationError: It is neither ``"all"`` nor a list of numbers.
@@ -53,7 +53,7 @@ def is_chosen(callback: str, ranks: str | Sequence[int], rank: int) -> bool:
     """Whether a process is among ``ranks``.
 
     Raises:
-        ConfigurationError: One of them is not there.
+        ConfigurationError: One of them does not exist.
     """
     if isinstance(ranks, str):
         return True
@@ -67,5 +67,5 @@ def is_chosen(callback: str, ranks: str | Sequence[int], rank: int) -> bool:
 
 
 def tell_unwritten(what: str, error: Exception) -> None:
-    """Warns, on whichever rank, of a file that could not be written."""
+    """Warns, on any rank, of a file that could not be written."""
     warnings.warn(f"{what} could not be written: {type(error).__name__}: {error}. Training continues.", stacklevel=2)

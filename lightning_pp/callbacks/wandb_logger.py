@@ -1,4 +1,4 @@
-"""Lightning's logger of Weights & Biases, for runs on several nodes and for checkpoints that are folders."""
+"""Lightning's logger for Weights & Biases, extended for several nodes and checkpoint folders."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from lightning_pp.errors import ConfigurationError
 
 
 class PipelineWandbLogger(WandbLogger):
-    """A ``WandbLogger`` that makes artifacts of checkpoint folders too, and can record the system metrics of all nodes.
+    """A ``WandbLogger`` for checkpoint folders as artifacts, and for system metrics of all nodes.
 
     Other arguments go to ``lightning.pytorch.loggers.WandbLogger`` and from there to ``wandb.init``: ``name``,
     ``project``, ``group``, ``job_type``, ``tags``, ``id`` (or ``version``), ``resume``, ...
 
     Args:
-        save_dir: Folder in which wandb makes its own.
+        save_dir: Folder for wandb's own folder.
         offline: Whether to keep the run and its artifacts on this machine until ``wandb sync``.
-        log_model: Checkpoints as artifacts: True at the end of a fit, ``"all"`` as soon as each is written. A
-            checkpoint is ``model.ckpt`` in its artifact, be it a file or a folder. Checkpoints at URLs are always
-            references.
+        log_model: Checkpoints as artifacts: True at the end of a fit, ``"all"`` when each is written. A file or
+            folder is ``model.ckpt`` in its artifact. Checkpoints at URLs are always references.
         log_model_as: ``"files"`` stores a copy in wandb, ``"reference"`` only the location.
-        every_node: Whether to record the system metrics of all nodes, not only of rank 0's. The run must be online,
+        every_node: Whether to record system metrics of all nodes, not only of rank 0's. The run must be online,
             because W&B's server joins the processes (mode "shared"). :class:`PipelineMonitor` starts them.
         kwargs: Arguments of ``WandbLogger`` and of ``wandb.init``.
 
@@ -74,9 +73,9 @@ class PipelineWandbLogger(WandbLogger):
     # ---------------------------------------------------------------- nodes
 
     def watch_this_node(self, trainer: pl.Trainer) -> None:
-        """With ``every_node``: the first process of each node but rank 0's joins the run; every rank has to call it.
+        """With ``every_node``, the first process of each node but rank 0's joins the run; every rank must call this.
 
-        If it cannot, its metrics are missing, which is said in a warning.
+        If it cannot, a warning says so.
         """
         if not self.every_node or trainer.num_nodes == 1:
             return
@@ -98,7 +97,7 @@ class PipelineWandbLogger(WandbLogger):
             )
 
     def settings_of_node(self, node: int) -> Any:
-        """The ``wandb.Settings`` with which the first process of a node writes to the run that all of them share."""
+        """The ``wandb.Settings`` of the first process of a node, for the shared run."""
         import wandb
 
         own = {"mode": "shared", "x_label": f"node_{node}", "x_primary": node == 0}
@@ -109,7 +108,7 @@ class PipelineWandbLogger(WandbLogger):
     # ---------------------------------------------------------------- checkpoints
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Takes note of a checkpoint, or makes an artifact of it."""
+        """Makes an artifact of a checkpoint, or remembers it for the end of the fit."""
         if self.log_model == "all":
             self._log_checkpoints(checkpoint_callback)
         if self.log_model and not any(known is checkpoint_callback for known in self._to_log):
@@ -117,14 +116,14 @@ class PipelineWandbLogger(WandbLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Makes artifacts of checkpoints that are not yet any, if the run was one that succeeded."""
+        """Makes artifacts of the remaining checkpoints after a successful run."""
         super().finalize(status)
         if status == "success":
             for callback in self._to_log:
                 self._log_checkpoints(callback)
 
     def leave_node(self) -> None:
-        """Ends what :meth:`watch_this_node` has begun in this process."""
+        """Leaves the run that :meth:`watch_this_node` has joined in this process."""
         if self._of_this_node is not None:
             self._of_this_node.finish()
             self._of_this_node = None
@@ -161,7 +160,7 @@ class PipelineWandbLogger(WandbLogger):
 
 
 def _checkpoints_of(callback: ModelCheckpoint) -> dict[str, list[str]]:
-    """Paths of the checkpoints that a callback keeps, each with its aliases; links are what they lead to."""
+    """Paths of a callback's checkpoints, with links resolved, each with its aliases."""
     found: dict[str, list[str]] = {}
     kept = callback.best_k_models or [callback.best_model_path]
     newest = callback.last_model_path or max(filter(None, kept), key=lambda path: _time_of(path) or 0.0, default="")
@@ -175,7 +174,7 @@ def _checkpoints_of(callback: ModelCheckpoint) -> dict[str, list[str]]:
 
 
 def _time_of(path: str) -> float | None:
-    """When a checkpoint was written, seconds; 0 at a URL, and None where none is."""
+    """Time of writing in seconds; 0 at a URL, None if there is no checkpoint."""
     if _is_url(path):
         return 0.0
     return Path(path).stat().st_mtime if Path(path).exists() else None

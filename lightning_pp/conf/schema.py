@@ -37,11 +37,11 @@ class TrainerConf:
         num_nodes: Number of machines; each has as many devices.
         precision: ``32-true``, ``64-true``, ``bf16-true``, ``bf16-mixed``, or ``16-mixed`` on CUDA.
         fast_dev_run: true: one batch of each kind without a logger, to find mistakes; or a number of batches.
-        max_epochs: Most epochs; -1 for no limit. null: what ``max_steps`` says, or 1000 epochs without either.
+        max_epochs: Limit of epochs; -1 for none. null: no limit with ``max_steps``, 1000 epochs without.
         min_epochs: Fewest epochs; nothing stops the training earlier.
-        max_steps: Most optimizer steps, counted from the start of the training; -1 for no limit.
+        max_steps: Limit of optimizer steps, counted from the start of the training; -1 for none.
         min_steps: Fewest optimizer steps.
-        max_time: Most wall-clock time, as ``DD:HH:MM:SS``.
+        max_time: Limit of wall-clock time, as ``DD:HH:MM:SS``.
         limit_train_batches: Training batches per epoch: a number, or a share such as 0.1; null for all.
         limit_val_batches: The same for validation.
         limit_test_batches: The same for test.
@@ -59,21 +59,21 @@ class TrainerConf:
         accumulate_grad_batches: Batches whose gradients are summed before an optimizer step.
         gradient_clip_val: Clip gradients to this norm (over all stages and shards) or value; null for no clipping.
         gradient_clip_algorithm: Clip by ``norm`` or by ``value``; null for ``norm``.
-        deterministic: Whether operations must be deterministic; ``warn`` warns of those that are not.
+        deterministic: Whether operations must be deterministic; ``warn`` only warns of others.
         benchmark: Whether cuDNN searches for its fastest algorithm; null leaves the setting as it is.
         inference_mode: Whether evaluations use ``torch.inference_mode``; several stages always use ``no_grad``.
         use_distributed_sampler: Whether Lightning shares out the data over the data-parallel ranks; false if the loader
             does.
         profiler: Lightning profiler by name, ``simple`` or ``advanced``; for stages use the callback
             ``pipeline_profiler``.
-        detect_anomaly: Whether autograd finds the operation that made a NaN; slow.
+        detect_anomaly: Whether autograd names the operation that made a NaN; slow.
         barebones: Turn off everything beside training (logger, checkpoints, progress bar), to measure speed.
         plugins: Lightning plugins: a ``_target_`` or a list of them.
         sync_batchnorm: Refused by pipelines, since only some ranks have the layer.
-        reload_dataloaders_every_n_epochs: Epochs after which the loaders are made again; 0 for never.
+        reload_dataloaders_every_n_epochs: Epochs between new loaders; 0 for never.
         default_root_dir: Folder for files of loggers and callbacks without a folder of their own; null for the current
             one.
-        enable_autolog_hparams: Whether loggers get the hyper-parameters that the module and the data have saved.
+        enable_autolog_hparams: Whether loggers get the saved hyper-parameters of the module and the data.
         model_registry: Name for uploading the model to Lightning's model hub; null for no upload.
     """
 
@@ -232,11 +232,11 @@ ImageDataModuleConf = conf_of("lightning_pp.recipes.images.ImageDataModule")
 
 @dataclass
 class WandbConf:
-    """``lightning_pp.PipelineWandbLogger``; what it does not name goes to ``wandb.init``.
+    """``lightning_pp.PipelineWandbLogger``; other values are passed to ``wandb.init``.
 
     Attributes:
-        name: Name of the run in W&B; null for one that W&B makes up.
-        save_dir: Folder in which wandb makes its own.
+        name: Name of the run in W&B; null: chosen by W&B.
+        save_dir: Folder for wandb's own folder.
         version: Id of the run; a run with a known id is continued.
         id: The same as ``version``. ``resume=FOLDER`` of the command fills it in.
         resume: ``resume`` of ``wandb.init``: what happens if a run of this id exists.
@@ -387,18 +387,18 @@ class PlanConf(RunConf):
         batch_size_key: With ``search``, key of the batch size of one replica in the configuration.
         costs: JSON file of measured costs; null: costs are estimated from FLOPs and bytes.
         measure: Whether to measure costs by running each distinct unit alone on this machine's device.
-        measure_seconds: Most seconds for all of it; each distinct unit runs at least once.
+        measure_seconds: Time limit of ``measure``; each distinct unit runs at least once.
         device: Name of the device to estimate for, such as ``h100 sxm``.
         peak_tflops: Peak TFLOP/s of a device, instead of the known figure for ``device``.
-        efficiency: Share of the peak that is reached.
+        efficiency: Reached share of the peak.
         links: JSON file of ``lightning-pp-doctor``; its figures replace the following ones. null: none.
         link_gb_per_s: GB/s between two nodes.
         link_latency_us: Latency of a message between two nodes, in microseconds.
         node_link_gb_per_s: GB/s between two ranks of a node; null: as known for ``device``, or else ``link_gb_per_s``.
         node_link_latency_us: Latency of a message between two ranks of a node, in microseconds.
         devices_per_node: Devices per node; null: by ``trainer.num_nodes``, and at most 8 if that is 1.
-        memory_gb_per_s: GB/s of a device's memory that are reached; null: 0.8 of the known figure for ``device``.
-        device_memory_gib: Most GiB that a rank may hold, everything included; null: as in the strategy.
+        memory_gb_per_s: Reached bandwidth of device memory in GB/s; null: 0.8 of the known figure for ``device``.
+        device_memory_gib: Memory limit of a rank in GiB, all included; null: as in the strategy.
         schedules: Names of the schedules to compare; null for all.
         show: Schedule to draw and export: ``best``, ``configured`` or a name.
         out: Folder for ``plan.json``, the pictures and the CSV file; null for none.

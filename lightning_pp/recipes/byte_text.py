@@ -153,7 +153,7 @@ class ByteTextDataModule(L.LightningDataModule):
         seq_len: Bytes per sequence T.
         num_train_crops: Training crops per epoch.
         num_val_crops: Crops for each of validation, test and prediction.
-        val_fraction: Share of the text, from its end, that is kept for evaluation.
+        val_fraction: Share of the text, from its end, for evaluation.
         max_bytes: Text beyond this is not read.
         seed: Seed of the training crops.
         num_workers: Loader processes; reading crops from memory needs none.

@@ -68,7 +68,7 @@ class SpanCorruptionDataModule(ByteTextDataModule):
     Tokens are those of ByT5: bytes from 3 on, one sentinel for each span after them.
 
     Args:
-        num_spans: Spans that are removed from each sequence.
+        num_spans: Spans removed from each sequence.
         span_length: Bytes per span.
         arguments: Of :class:`ByteTextDataModule`.
 

@@ -129,9 +129,9 @@ class StreamDataModule(L.LightningDataModule):
         end: Token that ends each document. None: the tokenizer's own; empty: none.
         batch_size: Rows B in the batch of a data-parallel rank.
         seq_len: Tokens T per row.
-        shuffle_buffer: Documents from which the next one is drawn; 0 keeps the order of the files.
+        shuffle_buffer: Documents in the shuffle buffer; 0 keeps the order of the files.
         seed: Seed of the shuffling.
-        num_val_batches: Most batches per validation.
+        num_val_batches: Limit of batches per validation.
         num_workers: Loader processes for training; each reads its own files.
 
     Raises:

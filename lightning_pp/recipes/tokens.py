@@ -138,8 +138,8 @@ class TokenDataModule(L.LightningDataModule):
             :func:`~lightning_pp.split_packed` cuts between documents.
         pad_to_multiple: For ``separate``, lengths are rounded up to this multiple. Fewer lengths mean fewer plans and
             fewer compiled kernels.
-        val_fraction: Share of the documents, from the end, that is kept for evaluation.
-        num_val_batches: Most batches per validation.
+        val_fraction: Share of the documents, from the end, for evaluation.
+        num_val_batches: Limit of batches per validation.
         num_workers: Loader processes.
 
     Raises:

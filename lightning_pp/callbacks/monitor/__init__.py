@@ -1,1 +1,1 @@
-"""What ``PipelineMonitor`` is made of: numbers, timelines and findings of a fit, and where they are written."""
+"""Parts of ``PipelineMonitor``: numbers, timelines and findings of a fit, and their outputs."""

@@ -1,4 +1,4 @@
-"""What the monitor has in a trainer while it fits: numbers in its progress bar, and a watch over its loader."""
+"""The monitor's parts in a trainer during a fit: numbers in its progress bar, and the wait for its loader."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _FETCH = "train_dataloader_next"
 
 
 class BarNumbers:
-    """Adds the loss, tokens or samples per second and the bubble to the trainer's progress bar, of any class.
+    """Adds the loss, tokens or samples per second and the bubble to any progress bar of the trainer.
 
-    They change at the logging interval only, so that nothing waits for the device in between. A loss that the module
-    shows itself (``self.log(..., prog_bar=True)`` under a name with "loss") is not shown twice.
+    They change only at the logging interval, so that nothing waits for the device in between. A loss that the module
+    already shows (``self.log(..., prog_bar=True)`` with "loss" in its name) is not repeated.
 
     Args:
-        trainer: Its bar shows the numbers until :meth:`end`; nothing is done where it has none.
+        trainer: Its bar, if any, shows the numbers until :meth:`end`.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -43,7 +43,7 @@ class BarNumbers:
         self._shown["bubble"] = f"{metrics['pp/bubble_fraction']:.1%}"
 
     def end(self) -> None:
-        """Leaves the bar as it was."""
+        """Restores the bar."""
         if isinstance(self._bar, ProgressBar):
             vars(self._bar).pop("get_metrics", None)
             name_epochs_without_end(self._bar, ends=True)
@@ -56,10 +56,10 @@ class BarNumbers:
 
 
 class LoaderWait:
-    """Measures how long a fit waits for its training loader, by Lightning's calls of its profiler.
+    """Measures a fit's wait for its training loader, by Lightning's calls of its profiler.
 
     Args:
-        trainer: Its profiler is listened to until :meth:`end`.
+        trainer: Calls of its profiler are timed until :meth:`end`.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -86,5 +86,5 @@ class LoaderWait:
         return 1e3 * waited
 
     def end(self) -> None:
-        """Listens no longer."""
+        """Restores the profiler."""
         del self._profiler.start, self._profiler.stop

@@ -1,4 +1,4 @@
-"""What is written to a run's loggers besides numbers."""
+"""Outputs to a run's loggers: numbers, tables, charts and facts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _OVER_STAGES = ("forward_ms", "backward_input_ms", "backward_weight_ms", "bubble
 class LoggerOutputs:
     """Writes to several loggers.
 
-    Once a run is under way the strategy turns what loggers raise into warnings. The table of stages is written before
-    that, and is no reason to end a run either.
+    During a run the strategy turns errors of loggers into warnings. The table of stages is written before that, and
+    its errors are warnings too.
 
     Args:
         loggers: The trainer's loggers.
@@ -32,19 +32,19 @@ class LoggerOutputs:
         self._loggers = list(loggers)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Numbers, to every logger."""
+        """Writes numbers to every logger."""
         self._write(lambda logger: logger.log_metrics(dict(metrics), step=step))
 
     def log_plan(
         self, facts: Mapping[str, Any], stages: Sequence[StageInfo], predictions: Sequence[Prediction], step: int
     ) -> None:
-        """What "auto" became and which units are where: as hyperparameters, and in W&B as tables too.
+        """Writes the values chosen for "auto" and the units of stages as hyperparameters, to W&B also as tables.
 
         Args:
             facts: By name, logged as ``pp/name``.
             stages: In order, logged as ``pp/{name}/stage_{s}`` and ``pp/stages``.
-            predictions: The schedules that were compared, logged as ``pp/schedules``.
-            step: The step under which tables are logged.
+            predictions: The compared schedules, logged as ``pp/schedules``.
+            step: The step of the tables.
         """
         self.log_facts(
             {f"pp/{name}": value for name, value in facts.items()}
@@ -59,7 +59,7 @@ class LoggerOutputs:
         self.log_predictions(predictions, step)
 
     def log_stages(self, stages: Sequence[StageTimes], step: int) -> None:
-        """What stages take and hold, to W&B: a line chart of F, I and W over the stages, and a table."""
+        """Writes to W&B a line chart of F, I and W over the stages, and a table of times and memory."""
         rows = [[stage, *(getattr(times, name) for name in _OVER_STAGES)] for stage, times in enumerate(stages)]
         self._log_table("pp/over_stages", ["stage", *_OVER_STAGES], rows, step)
         columns = list(zip(*rows, strict=True))
@@ -75,18 +75,18 @@ class LoggerOutputs:
         self._write(write)
 
     def log_facts(self, facts: Mapping[str, Any]) -> None:
-        """Hyperparameters, to every logger; those that it has already are replaced."""
+        """Writes hyperparameters to every logger, in place of earlier values."""
         self._write(lambda logger: logger.log_hyperparams(dict(facts)))
 
     def log_predictions(self, predictions: Sequence[Prediction], step: int) -> None:
-        """The schedules that were compared, to W&B."""
+        """Writes the compared schedules to W&B."""
         columns = [field.name for field in fields(Prediction)]
         self._log_table("pp/schedules", columns, [list(astuple(row)) for row in predictions], step)
 
     def log_diagnosis(self, diagnosis: Diagnosis, step: int) -> None:
-        """What would make a step shorter, ``pp/diagnosis``; the latest one counts.
+        """Writes the latest diagnosis as ``pp/diagnosis``.
 
-        In W&B it is in the summary, and a table, ``pp/findings``; in TensorBoard a text; elsewhere a hyperparameter.
+        In W&B it is in the summary, with a table ``pp/findings``; in TensorBoard a text; elsewhere a hyperparameter.
         """
 
         def write(logger: Logger) -> None:

@@ -1,4 +1,4 @@
-"""The callback that logs what each stage of a pipeline does."""
+"""The callback that logs times, memory and communication of each stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ from lightning_pp.telemetry.timeline.step import Timeline
 
 
 class PipelineMonitor(Callback):
-    """Logs times, bubbles, waits and memory of every stage, through the trainer's loggers.
+    """Logs times, bubbles, waits and memory of every stage to the trainer's loggers.
 
     A fit::
 
-        start: log what "auto" became, which units are on which stage, the schedules that were compared
+        start: log the values chosen for "auto", the units of each stage, the compared schedules
         every_n_steps optimizer steps: one gather of a few numbers to rank 0 of the pipeline, which logs
             pp/{name}/stage_{s} for each stage (telemetry.STAGE_METRICS): times, waits, bytes, memory, gradients
             pp/{name} for the pipeline (telemetry.PIPELINE_METRICS): step time, bubble, throughput, FLOP/s, ...
-            and has the progress bar show the loss, tokens/s and bubble
+            and shows the loss, tokens/s and bubble in the progress bar
         the first of these, the second, fourth, eighth, ...: to W&B also a chart and a table over the stages
-        after 8, 16 and 32 measured steps: gather their times; tell, once, what would make a step shorter (findings)
-        timeline_every_n_steps optimizer steps: gather the times of this step; write its timeline, planned beside
+        after 8, 16 and 32 measured steps: gather their times; print, once, changes that would shorten a step (findings)
+        timeline_every_n_steps optimizer steps: gather the times of this step; write its timeline, planned and
             measured, to a file and to W&B
         end: the same once more; make the report, with the findings of the latest steps
 
-    Between loggings a batch costs no collective. Times are those of the first replica's pipeline. Throughput is that
-    of all replicas, and losses are means over them. If a logger raises, a warning says so once and the fit continues.
-    Without a ``PipelineParallelStrategy``, or with one stage on one device, the callback only warns.
+    Between loggings a batch costs no collective. Times are those of the first replica's pipeline. Throughput and mean
+    losses are those of all replicas. If a logger raises, a warning says so once and the fit continues. Without a
+    ``PipelineParallelStrategy``, or with one stage on one device, the callback only warns.
 
     Args:
-        every_n_steps: Optimizer steps from one logging to the next. None: ``Trainer(log_every_n_steps=)``.
+        every_n_steps: Optimizer steps between loggings. None: ``Trainer(log_every_n_steps=)``.
         log_timeline: Whether to write a timeline of the last step, at least at the end of a fit.
-        timeline_every_n_steps: Optimizer steps from one timeline to the next. None: only at the end.
+        timeline_every_n_steps: Optimizer steps between timelines. None: only at the end.
         timeline_dirpath: Folder of ``timeline.html`` and ``timeline.json``. None: ``timelines`` in the folder of the
             trainer's first logger that has one. Without such a logger no files are written.
         peak_tflops: Peak of one device in TFLOP/s, for ``pp/model_flops_utilization``. None: Lightning's figure for the
@@ -125,7 +125,7 @@ class PipelineMonitor(Callback):
                     logger.watch_this_node(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Starts the clock, the sanity check being over."""
+        """Starts the clock, after the sanity check."""
         if self._measurement is not None:
             self._measurement.clock.restart()
             self._window = StepWindow(trainer.strategy.engine)  # type: ignore[attr-defined] # of a pipeline's strategy
@@ -135,14 +135,14 @@ class PipelineMonitor(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Looks at the gradients, if this update is to be logged."""
+        """Measures the gradients if this update is to be logged."""
         if self._measurement is not None and self._is_time_to_log(trainer):
             self._measurement.note_gradients()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        """Notes the batch; when it is time, gathers and logs."""
+        """Records the batch; when due, gathers and logs."""
         measurement = self._measurement
         if measurement is None:
             return
@@ -170,32 +170,32 @@ class PipelineMonitor(Callback):
                 self._tell(self._diagnose(self._window, trainer), trainer)
 
     def _of_training(self, trainer: pl.Trainer, measurement: FitMeasurement) -> dict[str, float]:
-        """What the trainer and the batches tell."""
+        """Numbers of the trainer and the batches."""
         found = {f"pp/{name}": float(number) for name, number in self._seen(measurement).items() if number}
         if trainer.optimizers:
             found["pp/learning_rate"] = float(trainer.optimizers[0].param_groups[0]["lr"])
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What the training has seen so far; right on global rank 0."""
+        """Samples and tokens trained so far; correct on global rank 0."""
         return {"seen": self._seen(self._measurement)}
 
     def _seen(self, measurement: FitMeasurement | None) -> dict[str, int]:
-        """Samples and tokens of all replicas, those before this fit included."""
+        """Samples and tokens of all replicas, including those before this fit."""
         now = (0, 0) if measurement is None else (measurement.num_samples, measurement.num_tokens)
         return {name: self._seen_before[name] + number for name, number in zip(("samples", "tokens"), now, strict=True)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on counting."""
+        """Restores the counts."""
         self._seen_before = dict(state_dict["seen"])
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What follows does not count as training time."""
+        """Pauses the clock."""
         if self._measurement is not None:
             self._measurement.clock.pause()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Training goes on."""
+        """Resumes the clock."""
         if self._measurement is not None:
             self._measurement.clock.resume()
 
@@ -217,12 +217,12 @@ class PipelineMonitor(Callback):
         self._log_diagnosis(found, trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leaves the trainer as it was."""
+        """Restores the trainer."""
         self._window = None
         self._restore_trainer()
 
     def _restore_trainer(self) -> None:
-        """Gives back what was taken of the trainer."""
+        """Ends the changes of the trainer's progress bar and profiler."""
         wait, self._wait = self._wait, None
         if wait is not None:
             wait.end()
@@ -231,7 +231,7 @@ class PipelineMonitor(Callback):
             bar.end()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Ends what loggers have begun on other nodes."""
+        """Ends the loggers' processes on other nodes."""
         for logger in trainer.loggers:
             if isinstance(logger, PipelineWandbLogger):
                 logger.leave_node()
@@ -243,7 +243,7 @@ class PipelineMonitor(Callback):
         self._outputs.log_plan({**facts, **run_facts()}, measurement.stages(), predictions, step)
 
     def _log_changed_plan(self, pipeline: LoggedPipeline, step: int) -> None:
-        """After the search by measured costs: what is run from then on."""
+        """Logs the schedule after the search by measured costs."""
         facts = pipeline.facts()
         if facts["schedule"] == self._schedule:
             return
@@ -253,7 +253,7 @@ class PipelineMonitor(Callback):
             self._outputs.log_predictions(pipeline.predictions(), step)
 
     def _diagnose(self, window: StepWindow, trainer: pl.Trainer) -> Diagnosis | None:
-        """The diagnosis of the latest steps, on rank 0 of the first pipeline; every rank has to call it.
+        """The diagnosis of the latest steps, on rank 0 of the first pipeline; every rank must call this.
 
         A failed diagnosis is only a warning; it fails on rank 0, after the gather.
         """
@@ -265,7 +265,7 @@ class PipelineMonitor(Callback):
             return None
 
     def _tell(self, diagnosis: Diagnosis | None, trainer: pl.Trainer) -> None:
-        """Prints and logs what was found after the first measured steps, once in a fit."""
+        """Prints and logs the first diagnosis with findings, once in a fit."""
         if diagnosis is not None and diagnosis.findings and not self._has_told:
             self._has_told = True
             rank_zero_info(diagnosis.text)
@@ -301,7 +301,7 @@ def _why_none(trainer: pl.Trainer) -> str:
 
 
 def _loss_of(outputs: STEP_OUTPUT, trainer: pl.Trainer) -> Tensor | None:
-    """What ``training_step`` returned, which Lightning has divided by the number of accumulated batches."""
+    """The loss of ``training_step``; Lightning has divided it by the number of accumulated batches."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor) or trainer.accumulate_grad_batches == 1:
         return loss

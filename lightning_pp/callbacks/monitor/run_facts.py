@@ -1,4 +1,4 @@
-"""What a run was made with, for its loggers: versions and the state of the code."""
+"""Facts of a run for its loggers: versions and the commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GIT_SECONDS = 5.0
 
 
 def run_facts() -> dict[str, str]:
-    """Versions by name, and ``git_commit`` where the run was started within a repository."""
+    """Versions by name, and ``git_commit`` if the run was started in a repository."""
     package = sys.modules["lightning_pp"]
     facts = {
         "version_python": platform.python_version(),
@@ -39,7 +39,7 @@ def run_facts() -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    """The commit that is checked out here, with ``-dirty`` where files that it tracks have changed since."""
+    """The commit checked out here, with ``-dirty`` if tracked files have changed."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
@@ -49,9 +49,9 @@ def _git_commit() -> str | None:
 
 
 def known_peak_tflops(device: torch.device, trainer: pl.Trainer) -> float | None:
-    """What Lightning's table says that ``device`` can do at most in the trainer's precision, TFLOP/s; None if nothing.
+    """Peak of ``device`` in the trainer's precision by Lightning's table, TFLOP/s; None if unknown.
 
-    It raises, or warns, of devices that it does not know; both are nothing to a training.
+    Lightning raises or warns for unknown devices; both are suppressed.
     """
     with warnings.catch_warnings(), suppress(Exception):
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Where the timelines of a fit are written."""
+"""Writes the timelines of a fit."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def write_timeline(
 
     Args:
         trainer: The trainer.
-        step: What to show.
-        at_step: The optimizer step under which W&B has it.
+        step: The step to show.
+        at_step: Its optimizer step in W&B.
         dirpath: Folder of the files; None: ``timelines`` in the folder of the first logger that has one.
-        with_trace: Whether to write the trace too, which is many times as large and slow to make.
+        with_trace: Whether to write the trace too, which is many times as large and slow.
     """
     logs = log_folder(trainer)
     folder = Path(dirpath) if dirpath is not None else None if logs is None else logs / _FOLDER
@@ -53,7 +53,7 @@ def _attempt(where: str, write: Callable[[], None]) -> None:
 
 
 def _write_files(folder: Path, texts: dict[str, Callable[[], str]]) -> None:
-    """Each file is whole at any time, since someone may look at it during the run."""
+    """Replaces each file atomically, because it may be read during the run."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         unfinished = folder / f".{name}.unfinished"

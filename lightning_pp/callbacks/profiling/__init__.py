@@ -1,1 +1,1 @@
-"""A close look at some batches: traces of torch's profiler, and what CUDA memory holds."""
+"""Traces of torch's profiler and CUDA memory snapshots of some batches."""

@@ -1,4 +1,4 @@
-"""The callback that writes what CUDA memory holds."""
+"""The callback that writes snapshots of CUDA memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FOLDER = "memory"
 
 
 class MemorySnapshots(Callback):
-    """Records allocations of CUDA memory, and writes them when it runs out.
+    """Records CUDA allocations, and writes them when memory runs out.
 
-    A file holds the current memory and the latest ``max_entries`` allocations and releases with their lines of code.
+    A file has the current memory and the latest ``max_entries`` allocations and releases with their lines of code.
     https://pytorch.org/memory_viz draws it in the browser. Files on each of ``ranks``::
 
         memory runs out in a fit: <dirpath>/rank0001.out_of_memory.pickle
@@ -30,8 +30,8 @@ class MemorySnapshots(Callback):
     Recording costs about a microsecond per allocation, most of it on the host.
 
     Args:
-        every_n_steps: Also write every so many optimizer steps. None: only when memory runs out.
-        max_entries: Most allocations and releases that are kept; older ones are dropped.
+        every_n_steps: Optimizer steps between further files. None: only when memory runs out.
+        max_entries: Number of latest allocations and releases to keep.
         ranks: ``"all"``, or the numbers of the processes to record.
         dirpath: Folder of the files. None: ``memory`` in the folder of the trainer's first logger that has one, else in
             ``default_root_dir``. Each host writes to its own folder, unless it is shared.
@@ -64,7 +64,7 @@ class MemorySnapshots(Callback):
         self._folder: Path | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begins to record."""
+        """Starts recording."""
         self._folder = None
         device = trainer.strategy.root_device
         if device.type != "cuda":
@@ -86,7 +86,7 @@ class MemorySnapshots(Callback):
             self._write(trainer, f"{step:06d}")
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Ends to record."""
+        """Stops recording."""
         self._end()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -111,7 +111,7 @@ class MemorySnapshots(Callback):
 
 
 def ran_out_of_memory(exception: BaseException | None) -> bool:
-    """Whether an exception, or one that it came of, says that a device has no memory left."""
+    """Whether an exception, or one of its causes, is an out-of-memory error of a device."""
     seen: list[BaseException] = []
     while exception is not None and exception not in seen:
         if isinstance(exception, torch.OutOfMemoryError):

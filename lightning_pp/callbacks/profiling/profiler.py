@@ -36,15 +36,15 @@ class PipelineProfiler(Callback):
         after the window: <dirpath>/rank0001.000015.pt.trace.json.gz (rank, last batch of the window)
         again, for repeat windows in all
 
-    ui.perfetto.dev, TensorBoard's profiler and Holistic Trace Analysis open the files. Outside of windows the profiler
-    costs no time. It works under every strategy; without a pipeline there are no actions to name.
+    ui.perfetto.dev, TensorBoard's profiler and Holistic Trace Analysis open the files. Outside windows the profiler
+    costs no time. It works with every strategy; without a pipeline there are no actions to name.
 
     ``nvtx=True`` writes no trace. Actions are NVTX ranges, and a window lasts from ``cudaProfilerStart`` to
     ``cudaProfilerStop``, for ``nsys profile --capture-range=cudaProfilerApi``.
 
     Args:
         wait: Batches before a window's warm-up.
-        warmup: Batches that warm the profiler up.
+        warmup: Batches of the profiler's warm-up.
         active: Batches in a window.
         repeat: Number of windows; 0: until the fit ends.
         ranks: ``"all"``, or the numbers of the processes to profile.
@@ -93,7 +93,7 @@ class PipelineProfiler(Callback):
         self._writes = True
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Checks what is asked for, and finds the folder."""
+        """Checks the arguments, and finds the folder."""
         self._profiler, self._num_batches, self._writes = None, 0, True
         if isinstance(trainer.profiler, PyTorchProfiler):  # type: ignore[attr-defined] # set by a connector
             raise ConfigurationError(
@@ -116,24 +116,24 @@ class PipelineProfiler(Callback):
         return profile(activities=activities, schedule=self._action_of_batch, on_trace_ready=write, **self._options)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The sanity check is over, and the first batch comes."""
+        """Starts the profiler, after the sanity check."""
         if self._profiler is not None:
             self._profiler.start()
             self._label(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Begins or ends a window, if it is time."""
+        """Begins or ends a window if it is due."""
         if self._profiler is not None:
             self._num_batches += 1
             self._profiler.step()
             self._label(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Writes a window that the end of the fit has cut short."""
+        """Writes a window that the end of the fit has shortened."""
         self._end(trainer, writes=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Stops the profiler; writes nothing, since other ranks wait for the report of the failure."""
+        """Stops the profiler without writing, because other ranks wait for the report of the failure."""
         self._end(trainer, writes=False)
 
     def _end(self, trainer: pl.Trainer, *, writes: bool) -> None:
@@ -144,7 +144,7 @@ class PipelineProfiler(Callback):
             set_label(trainer, None)
 
     def _label(self, trainer: pl.Trainer) -> None:
-        """Names the actions of the next batch, if that is in a window."""
+        """Names the actions of the next batch if it is in a window."""
         label: Label = torch.cuda.nvtx.range if self.nvtx else record_function
         set_label(trainer, label if self._action_of_batch(self._num_batches) in _RECORDING else None)
 
@@ -160,7 +160,7 @@ class PipelineProfiler(Callback):
 
 
 class _Profiler(Protocol):
-    """What is started with the first batch, steps after each, and is stopped after the last."""
+    """Starts before the first batch, steps after each, and stops after the last."""
 
     def start(self) -> None: ...
 
@@ -170,10 +170,10 @@ class _Profiler(Protocol):
 
 
 class _Nvtx:
-    """Opens windows for a profiler outside of the process, when torch's own would record.
+    """Opens windows for a profiler outside the process, when torch's profiler would record.
 
     Args:
-        action_of_batch: What the profiler does in the batch of a number, as ``torch.profiler.schedule`` tells.
+        action_of_batch: The profiler's action by number of batch, as from ``torch.profiler.schedule``.
     """
 
     def __init__(self, action_of_batch: Callable[[int], ProfilerAction]) -> None:
