@@ -30,9 +30,9 @@ HEAD = """# Configuration reference
 <!-- made by python docs/tools/configuration_reference.py from conf/, its schema, and docstrings of what it builds -->
 
 Every value of a run, by config group. `lightning-pp GROUP=OPTION` chooses an option, `lightning-pp GROUP.FIELD=VALUE`
-changes a value, and `lightning-pp --cfg job` prints the result. [Recipes and configuration](recipes.md) explains how
-they are put together. You must give a *required* field if the option does not set it. `any` stands for values of
-several types, which the text names. What does not fit into a table stands below it.
+changes a value, and `lightning-pp --cfg job` prints the result. [Recipes and configuration](recipes.md) has an
+introduction. A *required* field needs a value if the option does not set it. `any` means several types, named in the
+text. Longer explanations are below the tables.
 """
 MOST_WORDS = 30  # of a cell
 TYPES = {"Any": "any", "None": "null", "list[str]": "list of str", "list[float]": "list of float"}
@@ -82,7 +82,7 @@ def _option(path: Path) -> Option:
 
 def _group(group: str) -> str:
     rows = [f"| `{each.name}` | {each.meaning} | {_settings(each)} |" for each in options(group)]
-    parts = [f"## {group}\n", "\n".join(["| option | what it is | sets |", "|---|---|---|", *rows]) + "\n"]
+    parts = [f"## {group}\n", "\n".join(["| option | meaning | sets |", "|---|---|---|", *rows]) + "\n"]
     return "\n".join([*parts, *(_class(conf, "Fields") for conf in _schemas(group))])
 
 

@@ -25,7 +25,7 @@ def document() -> str:
 
 def _table(metrics: Sequence[tuple[str, str]]) -> str:
     rows = [f"| `{name}` | {meaning} |" for name, meaning in metrics]
-    return "\n".join(["| metric | what it is |", "|---|---|", *rows]) + "\n"
+    return "\n".join(["| metric | meaning |", "|---|---|", *rows]) + "\n"
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ class TransformersModule(RecipeModule):
         activation_checkpointing: Recompute each block's activations in backward instead of keeping them.
         optimizer: Makes the optimizer from groups of parameters and ``lr``; None is AdamW.
         float8: A recipe of torchao (``tensorwise``, ``rowwise`` or ``rowwise_with_gw_hp``): linear layers compute in
-            float8, emulated without a GPU. The head stays as it is, and so do layers with sizes that 16 does not
-            divide. None converts nothing.
+            float8, emulated without a GPU. The head and layers with sizes not divisible by 16 are not
+            converted. None converts nothing.
 
     Raises:
         ImportError: transformers, peft for ``lora`` or torchao for ``float8`` is not installed.

@@ -75,7 +75,7 @@ class StrategyOptions(MeshStrategy):
         tensor_parallel_size: Number of neighbouring ranks that share the matrices of each stage, and its batches. The
             product of the three sizes is the number of devices.
         tensor_parallel_plan: Matrices to cut over the tensor ranks. ``"auto"``: all that the recorded step shows can be
-            cut. Or a dict from names or patterns of modules to ``"colwise"``, ``"rowwise"``, ``"auto"`` or
+            cut. A dict maps names or patterns of modules to ``"colwise"``, ``"rowwise"``, ``"auto"`` or
             ``"replicate"``. In the first batch each distinct unit also runs whole, and is compared.
         sequence_parallel: Compute norms, dropout and sums between two cut matrices of a unit on parts of the sequence.
             This takes less memory and communicates the same number of bytes.
@@ -90,8 +90,8 @@ class StrategyOptions(MeshStrategy):
         save_costs: JSON file to which rank 0 writes measured costs, with any schedule.
         num_profiled_batches: Number of measured training batches, after two for warm-up.
         memory_limit_gib: Limit in GiB for microbatches on a rank between their F and their W, with any schedule. It
-            counts tensors saved by autograd or kept by deferred weight gradients. Without it ``"auto"`` holds at most
-            two microbatches per pipeline rank, like ``zb_h2``.
+            counts tensors saved by autograd or kept by deferred weight gradients. Without a limit ``"auto"`` holds at
+            most two microbatches per pipeline rank, like ``zb_h2``.
         device_memory_gib: Limit in GiB for all memory of a rank; cuts and ``"auto"`` keep to it. The dry run estimates
             parameters, gradients, optimizer state, activations, and buffers of messages and gathers. On a device,
             communicators are measured too. Leave room for temporaries of operations, the allocator, CUDA, and channels
@@ -99,8 +99,8 @@ class StrategyOptions(MeshStrategy):
         search_seconds: With ``"auto"``, time limit of rank 0's search in wall-clock seconds. Hand-made schedules are
             always compared. None: the search ends by its own criterion.
         post_validation: With clipping by norm, update weights before all ranks know the norm, if the previous norm was
-            within the limit. If this norm exceeds it, every rank undoes the update and the batch since, and repeats
-            both. Results equal those of waiting bit for bit. Code between steps that uses weights, gradients or
+            within the limit. If the norm then exceeds the limit, every rank undoes the update and the batch since, and
+            repeats both. Results equal those of waiting bit for bit. Code between steps that uses weights, gradients or
             optimizer states waits for the norm. Every rank holds a second copy of these three. Works with torch's
             elementwise optimizers (AdamW, SGD, ...).
         whole_batch_loss: Run the code after the last unit once, on the joined outputs of all microbatches. Needed for a
@@ -123,8 +123,8 @@ class StrategyOptions(MeshStrategy):
             update, with a warning. ``"ignore"``: nothing is checked. With ``"error"`` and ``"skip"``, weights that are
             not finite are not saved. With ``16-mixed`` the scaler skips updates.
         unequal_data: Reaction to ranks with different numbers of batches. ``"error"``: the run ends and names both
-            numbers. ``"shortest"``: every loader ends on all ranks when the first rank runs out. For data without a
-            length this costs an all-reduce before each batch.
+            numbers. ``"shortest"``: every loader ends on all ranks when the first rank runs out. With ``"shortest"``,
+            data without a length cost an all-reduce before each batch.
         units: Names or shell patterns of modules that stay whole on one stage. None: found automatically.
         split_points: Names of the first units of stages 1, 2, ...; a block's child cuts the block there. By default the
             cut has the shortest step, by given measured costs, else by FLOPs and parameters. It is inside blocks if
@@ -164,7 +164,7 @@ class StrategyOptions(MeshStrategy):
             a prefix that all the module's names have.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default chosen for the device.
         deadlock_seconds: Seconds after which a deadlock ends the run: every rank waits for the others in one call, and
-            none runs the user's code. All ranks then end with code 1 and report their positions.
+            none runs the user's code. After a deadlock all ranks end with code 1 and report their positions.
         preemption_seconds: After a signal the run ends at the next batch, which must begin within this many seconds.
             Otherwise all processes end at once with the signal's code (143 for SIGTERM) and save nothing. Raise it for
             long batches.
@@ -173,7 +173,7 @@ class StrategyOptions(MeshStrategy):
         flight_recorder_dirpath: Folder for torch's flight recorder. If a collective or message over NCCL times out,
             each rank writes its latest ones there. None: nothing is recorded.
         split_batch: Function ``split_batch(batch, n)`` that cuts a batch on the device into at most ``n`` microbatches,
-            for batches that must not be cut along dimension 0 (graphs, objects). It returns a list of
+            for batches that must not be cut along dimension 0 (graphs, objects). The function returns a list of
             :class:`lightning_pp.BatchPart`, or of data whose tensors share one length along dimension 0, the same on
             every rank of a pipeline. In a configuration:
             ``{_target_: hydra.utils.get_method, path: my_module.split_graphs}``.
