@@ -344,8 +344,7 @@ class StageForward:
         if type(result) is not Tensor:
             raise SplitError(
                 f"{user_line()} ({place.name}) used a value that stage {self._stage.plan.stage} does not have. This "
-                "stage sends the result, and the recorded step did not use that value there. Which values the code "
-                "between units reads may depend on the shapes of the batch only."
+                f"stage sends the result, and the recorded step did not use that value there. {KNOWN_IN_ADVANCE}"
             )
         self._keep_value(value, result)
         if number in self._stage.last_operations:
@@ -432,8 +431,7 @@ class StageForward:
             if type(leaf) is not Tensor and (not isinstance(leaf, Tensor) or is_fake(leaf)):
                 raise SplitError(
                     f"The unit {call.unit!r} on stage {self._stage.plan.stage} used a value of another stage that it "
-                    "did not use in the dry run. Which values a unit reads may depend on the shapes of the batch "
-                    "only. Make the choice inside a unit."
+                    f"did not use in the recorded step. {KNOWN_IN_ADVANCE}"
                 )
             if sent is not None:
                 self._keep_sent(call, sent, leaf)
