@@ -99,13 +99,13 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included. A feature pays for its lines by taking others out, so these numbers go down;
 # one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 13_022,
-    ("strategy",): 13_818,
+    ("split",): 13_021,
+    ("strategy",): 13_811,
     ("cli", "conf", "doctor"): 8_714,
     ("telemetry", "callbacks"): 4_121,
     ("schedule",): 4_729,
     ("planning",): 5_511,
-    ("runtime",): 4_572,
+    ("runtime",): 4_566,
     ("checkpoint",): 3_621,
     ("sharding",): 3_492,
     ("distributed",): 2_428,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pp.errors import SplitError
 from lightning_pp.runtime._torch_private import run_backward
 from lightning_pp.runtime.randomness import StepRandomness
 from lightning_pp.runtime.recomputation import Recomputation
@@ -17,7 +18,7 @@ from lightning_pp.runtime.split_backward.deferral import (
     delayed_weight_gradient_modules,
     weight_gradients_deferrable_if,
 )
-from lightning_pp.runtime.stage_forward import InFlight, StageCalls, StageForward
+from lightning_pp.runtime.stage_forward import KNOWN_IN_ADVANCE, InFlight, StageCalls, StageForward
 from lightning_pp.split.record.plan import StepPlan
 from lightning_pp.split.record.step_record import Value
 from lightning_pp.split.unit_calls.interception import CallHandler, UnitCalls
@@ -115,6 +116,9 @@ class StageRunner:
 
         Returns:
             The gradient of every received value that one is returned for.
+
+        Raises:
+            SplitError: A gradient came of a value that the recorded step had cut off from the loss.
         """
         roots: list[Any] = []  # tensors, and edges where a tensor has been sent
         root_gradients: list[Tensor] = []
@@ -138,11 +142,14 @@ class StageRunner:
             for module in delayed:
                 in_flight.queue.defer_module(module)
         returned = {}
-        for edge in calls.plan.receives:
-            if edge.has_gradient:
-                leaf = in_flight.received[edge.value]
-                own = leaf.grad
-                returned[edge.value] = torch.zeros_like(leaf) if own is None else own
+        for value, leaf in in_flight.received.items():
+            if calls.received[value]:
+                returned[value] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            elif leaf.grad is not None:
+                raise SplitError(
+                    f"Stage {self.stage} has a gradient for {plan.name_of(value)}. In the recorded step it had none, "
+                    f"so no stage takes it. {KNOWN_IN_ADVANCE}"
+                )
         return returned
 
     def buffers(self, plan: StepPlan) -> list[Tensor]:

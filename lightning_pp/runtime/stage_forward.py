@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class InFlight:
     """The state of one microbatch on a stage between its forward and its last backward action.
 
     Attributes:
-        received: Leaves of the autograd graph: received tensors that a gradient is returned for.
+        received: Leaves of the autograd graph: received tensors that depend on weights of other stages.
         outputs: Values made here that another stage needs, until they are sent; those that the plan keeps.
         roots: Where their gradients enter the graph. A value itself, once sent, is kept only if backward needs it.
         loss: The loss, on the last stage of a training step.
@@ -66,20 +66,6 @@ class InFlight:
             self.queue.run(on_complete)
 
 
-class _Sent(NamedTuple):
-    """An output of an owned call that another stage needs.
-
-    Attributes:
-        value: Its name.
-        spec: Its shape and dtype, as other stages expect them.
-        edited_in_place: Whether code after the unit edits it.
-    """
-
-    value: Value
-    spec: TensorSpec
-    edited_in_place: bool
-
-
 @dataclass(frozen=True, slots=True)
 class _Call:
     """One unit call of the step, as a stage sees it.
@@ -90,7 +76,7 @@ class _Call:
         is_owned: Whether it runs here.
         is_last: Whether the step ends with it here.
         draws_follow: Whether code after it draws random numbers.
-        sent: For each output leaf, what there is to know of it if another stage needs it.
+        sent: For each output leaf its name, if another stage needs it.
         has_side_effects: Whether the unit leaves anything behind besides its outputs.
         is_received: Whether the stage receives any of its outputs.
         fake: What it gives where it does not run here, if that is always the same and all that there is to do.
@@ -103,7 +89,7 @@ class _Call:
     is_owned: bool
     is_last: bool
     draws_follow: bool
-    sent: tuple[_Sent | None, ...]
+    sent: tuple[Value | None, ...]
     has_side_effects: bool
     is_received: bool
     fake: Tensor | None
@@ -111,12 +97,12 @@ class _Call:
     crossed_before: Mapping[int, Operation]
 
 
-_KNOWN_IN_ADVANCE = (
-    "Every stage must know in advance which units a step calls. The choice may depend on the values of a microbatch, "
-    "on batch_idx, on what the module reads from its trainer (self.global_step, self.current_epoch) and on its plain "
-    "attributes. Make a choice by a sum, a count or any() over samples inside a unit: these cover the whole batch "
-    "while the step runs, but not when it is recorded. If it depends on something else (a global variable, the inside "
-    "of another object, a trainer not reached through the module), set dynamic_step=True on the strategy."
+KNOWN_IN_ADVANCE = (
+    "Every stage must know in advance which units a step calls and where gradients flow. This may depend on the values "
+    "of a microbatch, on batch_idx, on what the module reads from its trainer (self.global_step, self.current_epoch) "
+    "and on its plain attributes. Make a choice by a sum, a count or any() over samples inside a unit: these cover the "
+    "whole batch while the step runs, but not when it is recorded. If it depends on something else (a global variable, "
+    "the inside of another object, a trainer not reached through the module), set dynamic_step=True on the strategy."
 )
 
 
@@ -141,6 +127,8 @@ class StageCalls:
         # and whether a gradient goes back
         self.received = received = {edge.value: edge.has_gradient for edge in self.plan.receives}
         self.sent = frozenset(edge.value for edge in self.plan.sends) | self.plan.keeps
+        self.tracked = {value for value in (*received, *self.sent) if plan.record.leaf(value).requires_grad}
+        self.name_of = plan.name_of
         # results of operations between units that come here or leave, and those of them that the step ends with
         self.operations = {
             value.leaf: plan.record.operations[value.leaf]
@@ -171,7 +159,7 @@ class StageCalls:
                     is_owned,
                     call.index == last_call and not self.last_operations,
                     draws_follow,
-                    tuple(_sent(call, value) if value in self.sent else None for value in values),
+                    tuple(value if value in self.sent else None for value in values),
                     bool(call.side_effects),
                     is_received,
                     call.leaves[0].fake if is_fake_alone and not call.leaves[0].edited_in_place else None,
@@ -179,12 +167,6 @@ class StageCalls:
                     {n: each for n, each in self.operations.items() if each.place.num_calls == call.index},
                 )
             )
-
-
-def _sent(call: UnitCall, value: Value) -> _Sent:
-    leaf = call.leaf(value.leaf)
-    assert leaf.spec is not None  # only tensors are values
-    return _Sent(value, leaf.spec, leaf.edited_in_place)
 
 
 def _another_size(call: _Call, leaf: int, tensor: Tensor, spec: TensorSpec) -> SplitError:
@@ -266,7 +248,7 @@ class StageForward:
             else:
                 recorded = f"ended after {calls[-1].unit!r}" if calls else "called no unit"
             raise SplitError(
-                f"{user_line()} called unit {unit!r}, but the recorded step {recorded}. {_KNOWN_IN_ADVANCE}"
+                f"{user_line()} called unit {unit!r}, but the recorded step {recorded}. {KNOWN_IN_ADVANCE}"
             )
         call = calls[index]
         if self._operations is None:
@@ -301,7 +283,7 @@ class StageForward:
             with side_effects.watching():
                 output = self._keep(call, original(*args, **kwargs))
             for value, tensor in side_effects.kept().items():
-                self._keep_sent(call, _sent(call.record, value), tensor)
+                self._keep_sent(call, value, tensor)
         else:
             output = self._keep(call, original(*args, **kwargs))
         if call.is_last:
@@ -362,8 +344,7 @@ class StageForward:
         if type(result) is not Tensor:
             raise SplitError(
                 f"{user_line()} ({place.name}) used a value that stage {self._stage.plan.stage} does not have. This "
-                "stage sends the result, and the recorded step did not use that value there. Which values the code "
-                "between units reads may depend on the shapes of the batch only."
+                f"stage sends the result, and the recorded step did not use that value there. {KNOWN_IN_ADVANCE}"
             )
         self._keep_value(value, result)
         if number in self._stage.last_operations:
@@ -396,7 +377,7 @@ class StageForward:
             missing = calls[self._next_call]
             raise SplitError(
                 f"The step ended after {self._next_call} unit calls, but the recorded step went on to call unit "
-                f"{missing.unit!r} at {missing.record.line}. {_KNOWN_IN_ADVANCE}"
+                f"{missing.unit!r} at {missing.record.line}. {KNOWN_IN_ADVANCE}"
             )
 
     def _take_received(self, receive: Callable[[], Iterable[tuple[Value, Tensor]]]) -> None:
@@ -409,7 +390,7 @@ class StageForward:
         for value, tensor in received:
             if value in self._stage.plan.keeps:
                 self._keep_received(value, tensor)
-            if self._with_gradients and self._stage.received[value]:
+            if self._with_gradients and value in self._stage.tracked:
                 self.in_flight.received[value] = tensor.requires_grad_()
             if value in self._stage.edited:
                 # a leaf cannot be edited, and one that a stage on this rank made may be under way to a third
@@ -435,7 +416,7 @@ class StageForward:
         record = call.record
         if type(output) is Tensor and len(call.sent) == 1:  # nearly always
             sent = call.sent[0]
-            if sent is not None and not sent.edited_in_place:
+            if sent is not None and not record.leaves[0].edited_in_place:
                 self._keep_sent(call, sent, output)
                 return output
         leaves = [output] if isinstance(output, Tensor) else leaves_of(output)
@@ -450,12 +431,11 @@ class StageForward:
             if type(leaf) is not Tensor and (not isinstance(leaf, Tensor) or is_fake(leaf)):
                 raise SplitError(
                     f"The unit {call.unit!r} on stage {self._stage.plan.stage} used a value of another stage that it "
-                    "did not use in the dry run. Which values a unit reads may depend on the shapes of the batch "
-                    "only. Make the choice inside a unit."
+                    f"did not use in the recorded step. {KNOWN_IN_ADVANCE}"
                 )
             if sent is not None:
                 self._keep_sent(call, sent, leaf)
-                if sent.edited_in_place:
+                if expected.edited_in_place:
                     # the code after it edits its own copy; what is sent stays as the unit made it
                     leaves[position], replaced = leaf.clone(), True
             elif leaf.shape != expected.spec.shape:
@@ -464,15 +444,22 @@ class StageForward:
             return output
         return leaves[0] if isinstance(output, Tensor) else replace_leaves(output, leaves)
 
-    def _keep_sent(self, call: _Call, sent: _Sent, tensor: Tensor) -> None:
+    def _keep_sent(self, call: _Call, value: Value, tensor: Tensor) -> None:
         """Keeps a tensor that another stage needs."""
-        value, spec, edited_in_place = sent
+        leaf = call.record.leaf(value.leaf)
+        spec = leaf.spec
+        assert spec is not None  # only tensors are values
         if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
             raise _another_size(call, value.leaf, tensor, spec)
         # code after the unit may edit what left it as a side effect, and nothing can give it a copy
-        self._keep_value(value, tensor.clone() if value.leaf < 0 and edited_in_place else tensor)
+        self._keep_value(value, tensor.clone() if value.leaf < 0 and leaf.edited_in_place else tensor)
 
     def _keep_value(self, value: Value, kept: Tensor) -> None:
         self.in_flight.outputs[value] = kept
         if kept.requires_grad:
+            if value not in self._stage.tracked:
+                raise SplitError(
+                    f"On stage {self._stage.plan.stage} {self._stage.name_of(value)} requires a gradient. In the "
+                    f"recorded step it did not, so no stage sends one back. {KNOWN_IN_ADVANCE}"
+                )
             self.in_flight.roots[value] = edge_to(kept)

@@ -112,6 +112,7 @@ class PipelineEngine:
         self.prediction_of, self.gradient_squares = self._programs.prediction_of, self.gradients.squares
         self._frozen = FrozenParameters(self.module, fake_parameters)
         self._comparison = BatchComparison(self.module, self.groups, self.sizes, self._frozen, self.mesh.get_rank())
+        self._power_iterations = PowerIterations(self.module)
         self._outside_steps = OutsideSteps(self.module, fake_parameters.mode)
         self._preparation = BatchPreparation(
             surroundings, self.split, self.groups, model.cutter, self.metrics, self._frozen, self._recorded_step
@@ -150,7 +151,7 @@ class PipelineEngine:
         self._trainer = trainer
         self._checks.start()
         self.post_validation.begin()
-        self._power_iterations = PowerIterations(self.module)
+        self._power_iterations = PowerIterations(self.module)  # hooks may have added some
         self._recover()
         self._num_batches_before = self.num_batches_run
         self._attached.enter_context(self._outside_steps.watched())

@@ -7,7 +7,7 @@ next unit call at the most.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_pp.split.record.step_record import Reads, StepRecord, Value
@@ -72,18 +72,8 @@ def _outputs_of_units(record: StepRecord, stage_of_call: Sequence[int], num_stag
     for reads, stage in _readers(record, stage_of_call, num_stages):
         received[stage] |= {value for value in reads.values if stage_of_call[value.call] != stage}
     sources = {value: stage_of_call[value.call] for values in received for value in values}
-    returns: set[tuple[Value, int]] = set()
-    flowing: set[Value | None] = {None} if None in record.gradient_sources else set()
-    waiting: list[Value | None] = list(flowing)
-    while waiting:
-        consumer = waiting.pop()
-        stage = num_stages - 1 if consumer is None else stage_of_call[consumer.call]
-        for value in record.gradient_sources.get(consumer, ()):
-            returns.add((value, stage))
-            if value not in flowing:
-                flowing.add(value)
-                waiting.append(value)
-    return Crossing(received, sources, returns)
+    gradients = _gradients(record.gradient_sources, received, lambda value: stage_of_call[value.call])
+    return Crossing(received, sources, gradients)
 
 
 def _readers(record: StepRecord, stage_of_call: Sequence[int], num_stages: int) -> Iterable[tuple[Reads, int]]:
@@ -119,8 +109,8 @@ class _LeastCrossing:
             for value in received[stage]:
                 if not value.made_by_unit:  # who sends it computes it
                     needed[self._stage_of(value)].add(value)
-        gradients = self._gradients(received)
-        if gradients is None:
+        gradients = _gradients(self._record.nearest_gradients, received, self._stage_of)
+        if any(value not in received[stage] for value, stage in gradients):
             return None
         sources = {value: self._stage_of(value) for values in received for value in values}
         return Crossing(received, sources, gradients)
@@ -162,22 +152,30 @@ class _LeastCrossing:
             and operation.parameters <= self._parameters[source]
         )
 
-    def _gradients(self, received: Sequence[Collection[Value]]) -> set[tuple[Value, int]] | None:
-        """``(value, stage)`` where that stage computes a gradient for what it receives."""
-        returns: set[tuple[Value, int]] = set()
-        start: tuple[Value | None, int] = (None, self._num_stages - 1)
-        seen = {start}
-        waiting = [start]
-        while waiting:
-            consumer, stage = waiting.pop()
-            for value in self._record.nearest_gradients.get(consumer, ()):
-                place = stage
-                if value in received[stage]:
-                    returns.add((value, stage))
-                    place = self._stage_of(value)
-                elif value.made_by_unit and self._stage_of(value) != stage:
-                    return None
-                if (value, place) not in seen:
-                    seen.add((value, place))
-                    waiting.append((value, place))
-        return returns
+
+def _gradients(
+    sources: Mapping[Value | None, Collection[Value]],
+    received: Sequence[Collection[Value]],
+    stage_of: Callable[[Value], int],
+) -> set[tuple[Value, int]]:
+    """``(value, stage)`` where that stage computes a gradient for what another stage makes.
+
+    Args:
+        sources: For each value and for the loss (``None``), the nearest values that it depends on differentiably.
+        received: For each stage, what it receives.
+        stage_of: The stage that makes a value.
+    """
+    returns: set[tuple[Value, int]] = set()
+    start: tuple[Value | None, int] = (None, len(received) - 1)
+    seen, waiting = {start}, [start]
+    while waiting:
+        consumer, stage = waiting.pop()
+        for value in sources.get(consumer, ()):
+            place = stage
+            if value in received[stage] or (value.made_by_unit and stage_of(value) != stage):
+                returns.add((value, stage))
+                place = stage_of(value)
+            if (value, place) not in seen:
+                seen.add((value, place))
+                waiting.append((value, place))
+    return returns

@@ -76,12 +76,13 @@ class StepPlan:
     def messages(self) -> tuple[str, ...]:
         """Every edge in words, for a comparison of ranks."""
         return tuple(
-            f"{self._name(edge.value)}, {str(edge.spec.dtype).removeprefix('torch.')} of shape {edge.spec.shape}, from "
-            f"stage {edge.source} to stage {edge.target}{' and its gradient back' if edge.has_gradient else ''}"
+            f"{self.name_of(edge.value)}, {str(edge.spec.dtype).removeprefix('torch.')} of shape {edge.spec.shape}, "
+            f"from stage {edge.source} to stage {edge.target}{' and its gradient back' if edge.has_gradient else ''}"
             for edge in self.edges
         )
 
-    def _name(self, value: Value) -> str:
+    def name_of(self, value: Value) -> str:
+        """``value`` in words."""
         if value.made_by_unit:
             return f"output {value.leaf} of unit call {value.call} ({self.record.calls[value.call].unit!r})"
         place = self.record.operations[value.leaf].place

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 from lightning_pp.split.record.source_lines import UNKNOWN_LINE, line_text
 
 _NOT_THE_USERS = ("lightning", "lightning_pp", "lightning_utilities", "torch", "contextlib", "hydra")
-# what these import has most of all globals, and clips no gradients while Lightning trains
-_LIBRARIES = ("mpmath", "networkx", "numpy", "sympy", "torchmetrics", "transformers", "wandb")
 
 
 def line_of_user() -> str:
@@ -21,13 +18,6 @@ def line_of_user() -> str:
     while frame is not None and not is_of_user(frame):
         frame = frame.f_back
     return UNKNOWN_LINE if frame is None else line_text(frame)
-
-
-def user_namespaces() -> list[dict[str, Any]]:
-    """The globals of all modules that are imported by now and may be the user's."""
-    others = sys.stdlib_module_names.union(_NOT_THE_USERS, _LIBRARIES)
-    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in others]
-    return [vars(module) for module in modules if hasattr(module, "__dict__")]
 
 
 def is_of_user(frame: FrameType) -> bool:

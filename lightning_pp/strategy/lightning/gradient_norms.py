@@ -10,17 +10,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch import utilities
-from lightning.pytorch.utilities import grads
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad
+from torch.nn.utils import clip_grad_norm_
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
-from lightning_pp.strategy.lightning.callers import user_namespaces
+from lightning_pp.strategy.lightning.patching import redirected
 
-_without: set[Any] = set()  # installed modules that have neither function, which takes 20 ms to find out of a thousand
 Clip = Callable[[list[nn.Parameter], float, float], Tensor]
 """Clips this rank's part of what all ranks clip, by the norm of all of it; every rank has to call it."""
 
@@ -123,32 +121,6 @@ class GradientNorms:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """In the block, the two functions are these, where Lightning and torch have them and in the user's modules."""
-        originals = grad_norm, clip_grad_norm_ = grads.grad_norm, torch.nn.utils.clip_grad_norm_
-        ours = (
-            functools.update_wrapper(functools.partial(self, grad_norm), grad_norm),
-            functools.update_wrapper(functools.partial(self.clip_grad_norm_, clip_grad_norm_), clip_grad_norm_),
-        )
-        _exchange(originals, ours)
-        try:
+        """In the block, the two functions of Lightning and torch do this."""
+        with redirected(grad_norm, self), redirected(clip_grad_norm_, self.clip_grad_norm_):
             yield
-        finally:
-            _exchange(ours, originals)  # also in modules that were imported in between
-
-
-def _exchange(replaced: tuple[Any, ...], others: tuple[Any, ...]) -> None:
-    """Puts ``others`` wherever ``replaced`` are globals, under any name.
-
-    To change it in its library alone is not enough: ``from lightning.pytorch.utilities import grad_norm``, as
-    Lightning's own documentation has it, binds a name of the user's module before there is a strategy. Other
-    libraries are left alone.
-    """
-    by_id = dict(zip(map(id, replaced), others, strict=True))  # looked at by identity: values may compare as they like
-    for namespace in (vars(utilities), vars(grads), vars(nn.utils), vars(clip_grad), *user_namespaces()):
-        looked_at = (namespace.get("__name__"), id(namespace), len(namespace))
-        if looked_at in _without:
-            continue
-        if not by_id.keys().isdisjoint(map(id, list(namespace.values()))):
-            namespace.update({name: by_id[id(value)] for name, value in namespace.items() if id(value) in by_id})
-        elif "site-packages" in str(namespace.get("__file__")):
-            _without.add(looked_at)

@@ -1,9 +1,11 @@
-"""Replaces methods of one object, or of a class, for a while."""
+"""Replaces methods of one object or of a class, and Python functions, for a while."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -65,3 +67,31 @@ def replaced_in_class(kind: type, name: str, method: Any) -> Iterator[None]:
         yield
     finally:
         setattr(kind, name, before)
+
+
+@contextmanager
+def redirected(function: Callable[..., Any], other: Callable[..., Any]) -> Iterator[None]:
+    """In the block, a Python function runs ``other``, wherever and under whatever name it was imported.
+
+    The function gets other code; no reference to it is exchanged.
+
+    Args:
+        function: The function; decorators around it stay.
+        other: Called with the function as it was, and with the arguments of the call.
+    """
+    inner = inspect.unwrap(function)
+    assert isinstance(inner, FunctionType)
+    code, defaults, space = inner.__code__, inner.__defaults__, inner.__globals__
+    called = partial(other, FunctionType(code, space, inner.__name__, defaults, inner.__closure__))
+    space[name := f"_redirected_{id(called)}"] = called
+    inner.__code__, inner.__defaults__ = _call_other.__code__.replace(co_names=(name,)), None
+    try:
+        yield
+    finally:
+        inner.__code__, inner.__defaults__ = code, defaults
+        del space[name]
+
+
+def _call_other(*args: Any, **kwargs: Any) -> Any:
+    """Only its code is used, in a function whose globals have what is called."""
+    return _other(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821

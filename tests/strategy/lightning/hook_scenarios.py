@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 from collections.abc import Callable
@@ -51,8 +52,11 @@ def fitted(layout: Layout | None, module: Any, callbacks: Any = (), **options: A
 # ---------------------------------------------------------------- gradients
 
 
+KEPT = {"clip": functools.partial(clip_grad_norm_, max_norm=0.02)}
+
+
 class ClipsItself(Classifier):
-    """In a hook, with the function that torch has, as imported and by its path, of all and of a few parameters."""
+    """In a hook, with torch's function: as imported, by its path, and kept in an object before there is a strategy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,6 +70,7 @@ class ClipsItself(Classifier):
         foreign = torch.nn.Parameter(torch.ones(3))
         foreign.grad = torch.full((3,), 2.0)
         self.norms.append(float(clip_grad_norm_([foreign], 1.0)))
+        self.norms.append(float(KEPT["clip"](self.parameters())))
 
 
 @scenario
