@@ -103,8 +103,8 @@ class _Memory:
         for tensor, version in self.seen:
             if version_of(tensor) != version:
                 raise RuntimeError(
-                    f"A tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is needed for the backward, but "
-                    "was edited in place after the forward had saved it. Edit a copy of it (clone())."
+                    f"A tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} was edited in place between the "
+                    "forward that saved it and its backward. Edit a copy of it (clone())."
                 )
 
 

@@ -67,7 +67,7 @@ class StageRunner:
         Args:
             plan: The plan of the microbatch's signature.
             step: Runs the user's step on the microbatch.
-            receive: Waits for all that the plan's ``receives`` lists and returns it; called when the step comes to it.
+            receive: Waits for all values of the plan's ``receives`` and returns them; called when the step needs them.
             randomness: Seeds for inter-unit code that draws random numbers.
             with_gradients: Whether a backward follows.
             splits_backward: Whether that backward is I, with W to follow.

@@ -79,8 +79,8 @@ class _Call:
         sent: For each output leaf its name, if another stage needs it.
         has_side_effects: Whether the unit leaves anything behind besides its outputs.
         is_received: Whether the stage receives any of its outputs.
-        fake: What it gives where it does not run here, if that is always the same and all that there is to do.
-        value: The one tensor that it gives; None where it gives anything else.
+        fake: Its result where it does not run here, if that is constant and nothing else is to be done.
+        value: Its result if that is one tensor; otherwise None.
         crossed_before: By number the operations between the call before and this one whose results cross here.
     """
 
@@ -98,11 +98,11 @@ class _Call:
 
 
 KNOWN_IN_ADVANCE = (
-    "Every stage must know in advance which units a step calls and where gradients flow. This may depend on the values "
-    "of a microbatch, on batch_idx, on what the module reads from its trainer (self.global_step, self.current_epoch) "
-    "and on its plain attributes. Make a choice by a sum, a count or any() over samples inside a unit: these cover the "
-    "whole batch while the step runs, but not when it is recorded. If it depends on something else (a global variable, "
-    "the inside of another object, a trainer not reached through the module), set dynamic_step=True on the strategy."
+    "Every stage must know in advance which units a step calls and where gradients flow. Decide by the values of a "
+    "microbatch, by batch_idx, by what the module reads from its trainer (self.global_step, self.current_epoch), or "
+    "by its plain attributes. Choose inside a unit if a sum, a count or any() over samples decides: these cover the "
+    "whole batch while the step runs, but not when it is recorded. If something else decides (a global variable, the "
+    "inside of another object, a trainer not reached through the module), set dynamic_step=True on the strategy."
 )
 
 
@@ -185,8 +185,8 @@ def _another_size(call: _Call, leaf: int, tensor: Tensor, spec: TensorSpec) -> S
 class StageForward:
     """One forward, as the handler of its unit calls.
 
-    What other stages send is looked at when the step comes to the calls that it stands in for: the code before them
-    runs while it is under way.
+    A received tensor is waited for when the step reaches the call that it replaces; the code before the call overlaps
+    with the transfer.
 
     Args:
         calls: The stage's calls.
@@ -231,7 +231,7 @@ class StageForward:
         self._failure: Exception | None = None
 
     def on_call(self, unit: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the unit, or gives what stands in for it.
+        """Runs the unit, or returns its replacement.
 
         Raises:
             SplitError: It is not the call that the dry run saw here.
@@ -293,7 +293,7 @@ class StageForward:
         return output
 
     def run(self, step: Callable[[], Any]) -> Any:
-        """Runs the user's step, in which unit calls come to :meth:`on_call`, up to the stage's last call.
+        """Runs the user's step up to the stage's last call; unit calls run :meth:`on_call`.
 
         Returns:
             What it returned; None where it was left before.
@@ -322,10 +322,10 @@ class StageForward:
         return output
 
     def _on_operation(self, number: int, place: OperationPlace, given: list[Tensor], result: Tensor) -> Tensor:
-        """Substitutes what was received for an operation's result, or keeps that result to be sent.
+        """Substitutes the received tensor for an operation's result, or stores the result for sending.
 
         Raises:
-            SplitError: It gives something else than in the recorded step.
+            SplitError: Its result differs from the recorded step.
             StageFinished: It was the last result that this stage sends.
         """
         operation = self._stage.operations.get(number)
@@ -354,14 +354,14 @@ class StageForward:
         return result
 
     def _check_operations(self, operations: Mapping[int, Operation]) -> None:
-        """Raises :class:`SplitError` if the step has not come to what crosses before the call that it comes to now."""
+        """Raises :class:`SplitError` if one of ``operations``, which cross before the call reached now, has not run."""
         assert self._operations is not None
         for number, operation in operations.items():
             if not self._operations.have_run(self._stage.record, [number]):
                 raise SplitError(lost_operation(operation.place, operation.line))
 
     def receive_the_rest(self) -> None:
-        """Waits for what is received, if the step has not come to it."""
+        """Waits for the received tensors, if the step has not yet."""
         if self._receive is not None:
             self._take_received(self._receive)
 

@@ -103,7 +103,7 @@ class StepTimer:
 
 
 def moment(device: torch.device) -> Any:
-    """Now, by the host's clock; on CUDA when the device comes to it."""
+    """Now, by the host's clock; on CUDA when the device reaches this point."""
     return _recorded_event() if device.type == "cuda" else time.perf_counter_ns()
 
 

@@ -166,8 +166,8 @@ def _opened(tensor: Tensor, dim: int, rows: int, num_samples: int) -> Tensor:
 class _RowWatch:
     """Compares the inputs that units get from the batch alone, in microbatches and in the whole batch.
 
-    It shows in which order rows stand where there are several for each sample, and code before the tail that works
-    across samples (a sort, a mean over the batch), which gives a microbatch something else than its part of the batch.
+    This shows the order of rows if there are several for each sample, and finds code before the tail that works across
+    samples (a sort, a mean over the batch): its results for a microbatch are not a part of those for the batch.
 
     Args:
         plan: The batch's.
@@ -231,10 +231,10 @@ class _RowWatch:
         if not fitting:
             call = self._calls[place[0]]
             raise SplitError(
-                f"The unit {call.unit!r} ({call.line}) gets other values from the whole batch than from its "
-                f"{len(numbers)} microbatches (argument of shape {tuple(tensor.shape)}). Code before it works across "
-                "samples, as a sort or a mean over the batch does. With whole_batch_loss=True only the code after "
-                "the last unit sees the whole batch. Move the code there, or into the dataloader."
+                f"An argument of shape {tuple(tensor.shape)} of the unit {call.unit!r} ({call.line}) has other values "
+                f"for the whole batch than for its {len(numbers)} microbatches. Code before the unit works across "
+                "samples, as a sort or a mean over the batch does. With whole_batch_loss=True only the code after the "
+                "last unit sees the whole batch. Move the code there, or into the dataloader."
             )
         if len(orders) > len(fitting) == 1:
             self._by_sample.setdefault(rows, set()).add(fitting[0])

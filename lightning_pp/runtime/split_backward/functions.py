@@ -140,7 +140,7 @@ class DeferredMatmul(Function):
     """``bias + input @ weight``: ``[..., M]``, ``[M, N]`` to ``[..., N]``; with a bias (addmm), input 2D.
 
     Without a bias also ``[B, K, M]``, ``[B, M, N]`` to ``[B, K, N]`` (bmm), and with ``ends`` (int32 ``[G]``) a grouped
-    product, ``[K, M]``, ``[G, M, N]`` to ``[K, N]``, in which the rows before ``ends[i]`` go to matrix i.
+    product, ``[K, M]``, ``[G, M, N]`` to ``[K, N]``: matrix i multiplies the rows before ``ends[i]``.
     """
 
     @staticmethod
@@ -272,7 +272,7 @@ def weight_gradient_destination(weight: Tensor, version: int, node: Any) -> Weig
     if version_of(weight) != version:
         raise RuntimeError(
             f"a weight of shape {list(weight.shape)} was modified in place between its forward and its backward "
-            f"(version {version} became {version_of(weight)}). Update weights only while no microbatch is under way"
+            f"(version {version} became {version_of(weight)}). Update weights only between steps"
         )
     parameter = weight
     is_view_wanted = False

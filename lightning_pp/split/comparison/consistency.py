@@ -190,7 +190,7 @@ class Culprit:
     """The first place where samples are coupled.
 
     Attributes:
-        unit: The unit in which they are; None: in the code between units.
+        unit: The unit that couples them; None: the code between units.
         times: The how-manieth of its calls.
         function: The torch function that couples them.
         line: The user's line.

@@ -26,9 +26,9 @@ that of the one that followed."""
 class Decisions:
     """Notes the branches that microbatches take: on one device the batch as a whole decides.
 
-    From the first such read on, the interpreter tells each instruction of the user's code that it runs
-    (``sys.settrace``): ``if loss > 2`` and ``if loss.item() > 2`` are alike. A debugger or a measurement of coverage
-    that is told already stays in place, and nothing is noted then.
+    From the first such read on, each instruction of the user's code is traced (``sys.settrace``): ``if loss > 2`` and
+    ``if loss.item() > 2`` are alike. If a debugger or a measurement of coverage traces already, it stays in place, and
+    nothing is noted.
 
     Args:
         lines: The lines that read such a value.

@@ -14,7 +14,7 @@ from lightning_pp.split.side_effects.generators import is_seeded_here, torch_gen
 from lightning_pp.split.unit_calls.interception import running_unit
 
 Stretch = int | str | None
-"""What draws: the units of a stage, or the code outside of units, in which all stages draw the same."""
+"""What draws: the units of a stage, or the code outside units, whose draws are equal on all stages."""
 _PERMUTATION = "aten::randperm"
 
 
@@ -40,7 +40,7 @@ class Draws:
         """Around the step on one stage: records the draws for the whole, or returns a part's rows of them.
 
         Args:
-            stage: The stage; None for a rehearsal, in which no unit runs.
+            stage: The stage; None for a rehearsal, which runs no unit.
             part: Where the part begins and how long it is, as shares of the whole; None for the whole.
             is_end: Whether it is the run for the end of the batch, on all of it.
         """

@@ -113,7 +113,7 @@ class CutProblem:
         return all(amount <= self.limit(rank) * (1 + _ROUNDING) for rank, amount in enumerate(held))
 
     def objective(self, starts: Sequence[int]) -> Objective:
-        """What the cut is judged by; start indices of all stages, the first of which is 0."""
+        """The objective of a cut, given by the start indices of all stages, from 0."""
         rank_of_stage = self.placement.rank_of_stage
         ranks = [0.0] * self.placement.num_ranks
         slowest = 0.0

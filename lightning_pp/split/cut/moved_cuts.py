@@ -42,9 +42,9 @@ class RowOfUnits:
         return Partition(like.num_stages, {**like.stage_of_unit, **moved}, like.unit_costs)
 
     def moved(self, places: Places) -> Iterator[Places]:
-        """All cuts in which some of ``places`` in a row, often one, are one place further up, or all further down.
+        """All cuts with one or more neighbouring ``places`` moved one place up, or all down.
 
-        They come as arrays of shape (several, S - 1), those that move few cuts first; each stage keeps a group.
+        As arrays of shape (several, S - 1), beginning with moves of few cuts; each stage keeps a group.
         """
         number = len(places)
         for length in range(1, number + 1):
@@ -91,7 +91,7 @@ def in_batches(arrays: Iterable[Places], size: int) -> Iterator[Places]:
 
 
 def moved_partitions(record: StepRecord, partition: Partition) -> Iterator[Partition]:
-    """The partitions in which some cuts in a row, often one, are all one place further up, or all further down."""
+    """The partitions with one or more neighbouring cuts moved one place up, or all down."""
     row = RowOfUnits(record)
     for moved in row.moved(row.places(partition)):
         yield from (row.partition(places, partition) for places in moved)

@@ -43,18 +43,18 @@ class UnitCost:
 def estimate_unit_costs(
     record: StepRecord, num_parameters: Mapping[str, int], flops_per_byte: float = 0.0
 ) -> dict[str, UnitCost]:
-    """FLOPs of every unit that the step calls, in call order; with what moving bytes costs, where that is known.
+    """FLOPs of every unit that the step calls, in call order, including the cost of moving bytes if it is known.
 
     An operation with a parameter (a linear, a convolution) costs as much in I and in W as in F; one between activations
-    (attention) costs twice its F in I. What is checkpointed costs F once more in I. Code before a unit counts for it,
-    code after the last one for that. Each operation takes at least the time in which its bytes are moved
+    (attention) costs twice its F in I. Checkpointed code costs F once more in I. Code before a unit counts for it, code
+    after the last one for the last. Each operation takes at least the time of moving its bytes
     (:meth:`OperationWork.times`).
 
     Args:
         record: A dry run of the step.
-        num_parameters: Every unit's number of parameters, each of which costs :data:`FLOPS_PER_PARAMETER` in W.
-        flops_per_byte: FLOPs that the device does in the time in which its memory moves a byte; 0 where that is not
-            known, and then only FLOPs count.
+        num_parameters: Every unit's number of parameters. Each costs :data:`FLOPS_PER_PARAMETER` in W.
+        flops_per_byte: FLOPs that the device computes while its memory moves a byte; 0 if that is not known: then only
+            FLOPs count.
     """
     flops = {unit: [0.0, 0.0, FLOPS_PER_PARAMETER * num_parameters[unit]] for unit in record.first_calls()}
 

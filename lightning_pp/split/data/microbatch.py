@@ -171,8 +171,8 @@ def dims_of_samples(batch: Any, batch_dim: BatchDim) -> dict[int, int]:
         if len(named) != 1:
             shapes = [f"{path_of(place)!r} {tuple(tensor.shape)}" for place, tensor in tensors.items()]
             raise BatchError(
-                f"batch_dim names {path!r}, and {len(named) or 'no'} tensors that can be cut have this path in the "
-                f"batch. Name one of: {', '.join(shapes) or 'none'}."
+                f"batch_dim names {path!r}, but {len(named) or 'no'} tensors of the batch that can be cut have this "
+                f"path. Name one of: {', '.join(shapes) or 'none'}."
             )
         shape = tuple(named[0].shape)
         if not -len(shape) <= dim < len(shape):
@@ -382,7 +382,7 @@ def _refuse_objects_with_samples(batch: Any, num_samples: int, num_slices: int) 
             place = next(place for place, length in lengths.items() if length == num_samples)
             raise BatchError(
                 f"The attribute {place.removeprefix('batch.')!r} of the {type(leaf).__name__} in the batch has "
-                f"{num_samples} rows, as many as the batch has samples, but this object cannot be cut into "
-                f"{num_slices} microbatches. Register the type with torch.utils._pytree, make it a dataclass, give the "
-                "strategy a function that cuts the batch (split_batch=), or set num_microbatches=1."
+                f"{num_samples} rows, one per sample, but such an object cannot be cut into {num_slices} microbatches. "
+                "Register its type with torch.utils._pytree, make it a dataclass, give the strategy a function that "
+                "cuts the batch (split_batch=), or set num_microbatches=1."
             )

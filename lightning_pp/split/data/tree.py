@@ -94,7 +94,7 @@ def _map_other_children(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """All leaves of ``tree`` in the order in which :func:`map_leaves` visits them."""
+    """All leaves of ``tree``, in the order of :func:`map_leaves`."""
     found: list[Any] = []
     map_leaves(partial(_noted, found), tree)
     return found

@@ -258,7 +258,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
             NotImplementedError: This run is on fakes alone. torch would give 0.
         """
         if self._made_up is None:
-            raise NotImplementedError(f"a fake tensor has no address, which data_ptr() asks for at {user_line()}")
+            raise NotImplementedError(f"{user_line()} calls data_ptr(), but a fake tensor has no address")
         return self.read(tensor).data_ptr()
 
     def look(self, tensor: Tensor) -> None:

@@ -77,15 +77,14 @@ def _check_may_be_called(unit: str, args: tuple[Any, ...], kwargs: dict[str, Any
     """Raises :class:`SplitError` where no stage could run the unit without the others."""
     if running_autograd_function():
         raise SplitError(
-            f"{user_line()} calls the unit {unit!r} in the forward of a torch.autograd.Function. Its backward needs "
-            "everything called there, so the model cannot be cut inside it. With units= name the module that applies "
-            "the function, so that it stays whole on one stage."
+            f"{user_line()} calls the unit {unit!r} in the forward of a torch.autograd.Function. The model cannot be "
+            "cut inside such a function. Use units= to name the module that applies it, so that it stays on one stage."
         )
     if any(map(is_functorch_wrapped, tensors_of((args, kwargs)))):
         raise SplitError(
-            f"{user_line()} calls the unit {unit!r} inside a transform of torch.func (vmap, grad, jvp, ...), and a "
-            "transform cannot be divided among stages. With units= name a module that applies it, so that it stays "
-            "whole on one stage."
+            f"{user_line()} calls the unit {unit!r} inside a transform of torch.func (vmap, grad, jvp, ...). The model "
+            "cannot be cut inside a transform. Use units= to name a module that applies it, so that it stays on one "
+            "stage."
         )
 
 
@@ -241,7 +240,7 @@ class DryRun:
         return self._flow.depends_on_batch(tensor)
 
     def again(self, sources: Mapping[int, frozenset[Source]]) -> DryRun:
-        """A recording of one more run, in which memories that this one has left have ``sources``."""
+        """A recording of one more run, with ``sources`` for the memories that this one has left."""
         run = DryRun(
             self._units,
             self._fake_parameters,
@@ -298,11 +297,11 @@ class DryRun:
         """Raises :class:`SplitError` if many units in a row had been called before, up to ``unit`` now."""
         if self._num_repeated > max(_FEWEST_CALLS, _CALLS_OF_EACH * len(self._units)):
             raise SplitError(
-                f"The dry run of the step on fake data did not end. {user_line()} called {unit!r}, and all of the last "
-                f"{self._num_repeated} calls were of units that had been called before. A pipeline cannot run a step "
-                "whose outputs decide how often it calls its units, such as decoding until a stop token. Decode in a "
-                "Trainer() on one device, after strategy.gather_module() or from a checkpoint, and leave it out of the "
-                "steps of the pipeline (limit_val_batches=0 leaves out validation)."
+                f"The dry run of the step on fake data did not end. {user_line()} called {unit!r}, and the last "
+                f"{self._num_repeated} calls all repeated earlier units. In a pipeline, outputs must not decide how "
+                "often a step calls its units, as in decoding until a stop token. Decode in a Trainer() on one "
+                "device, after strategy.gather_module() or from a checkpoint. limit_val_batches=0 leaves out "
+                "validation."
             )
 
     def _begun_call(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitCall:
@@ -428,9 +427,9 @@ class DryRun:
         for line, made_after in self._flow.gradient_hooks:
             if made_after < len(self.record.calls):
                 raise SplitError(
-                    f"{line} puts a hook on the gradient of a tensor that is made before the end of the last unit. "
-                    "Perhaps no stage has the whole gradient. Put the hook on a tensor inside a unit, or on one that "
-                    "is made after the last unit, such as the loss."
+                    f"{line} puts a hook on the gradient of a tensor made before the end of the last unit. A stage may "
+                    "have only a part of this gradient. Put the hook on a tensor made inside a unit or after the last "
+                    "unit, such as the loss."
                 )
 
     def finish_opaque(self, line: str) -> StepRecord:
@@ -542,8 +541,8 @@ class DryRun:
             shapes = " and ".join(str([spec.shape for spec in found]) for found in specs)
             raise SplitError(
                 f"The output shapes of the unit {call.unit!r} depend on weights ({shapes} for the same input shapes), "
-                "so no other stage can know them. Pad the outputs inside the unit, or name a larger module with units= "
-                "that keeps them inside."
+                "so no other stage can know them. Pad the outputs inside the unit, or use units= to name a larger "
+                "module that does not return them."
             )
         self._units_that_need_data.add(kind)
         self._note_unknown(call.unit, left, side_effects)
@@ -632,7 +631,7 @@ class DryRun:
             f"{', '.join(lines[:3]) or 'The step'} reads a value that depends on "
             f"weights{f' ({chr(44).join(made_by)})' if made_by else ''}, and the unit {following!r} is called after "
             "it. The stages without the value cannot know what the step does next. Move the read into a unit or after "
-            "the last unit (self.log needs no .item()), branch by the batch only, or name what reads in units=."
+            "the last unit (self.log needs no .item()), branch by the batch only, or name the reading module in units=."
         )
 
     def _note_computing_fake(self, fake: nn.Parameter, name: str) -> None:

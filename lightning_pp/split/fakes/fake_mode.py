@@ -132,7 +132,7 @@ class FakeValueMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._makes_up = before
 
     def known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What ``func`` gives, without torch's way to a mode; ``NotImplemented`` where it has not run like this yet."""
+        """Result of ``func`` without torch's dispatch to a mode; ``NotImplemented`` if it has not run like this yet."""
         return NotImplemented if self._refuses_edits else self._known.result_of(func, args, kwargs)
 
     def __torch_dispatch__(

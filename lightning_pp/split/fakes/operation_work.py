@@ -47,12 +47,12 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 def work_of(
     func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor], weight: Tensor | None
 ) -> OperationWork | None:
-    """What one operation takes; None for a view, which takes nothing.
+    """The work of one operation; None for a view.
 
-    Bytes are those of the tensors that it is given and gives, each once. What it moves in backward is counted by what
-    autograd does for most operations: it reads the output's gradient and what is saved, about the inputs, and writes
-    the inputs' gradients. The gradient of a factor of a product is added in place to what earlier microbatches gave.
-    That of a table of which rows were picked is a table of zeros with these rows, added to the parameter's gradient.
+    Bytes are those of its arguments and results, each once. In backward, as for most operations, autograd reads the
+    output's gradient and the saved tensors, about as many bytes as the inputs, and writes the inputs' gradients. A
+    product adds its weight's gradient in place. The gradient of a lookup in a table is a table of zeros with the rows
+    that were picked, added to the parameter's gradient.
 
     ``weight`` is the one of its tensors ``inputs`` that is a parameter.
     """

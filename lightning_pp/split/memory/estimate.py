@@ -75,11 +75,11 @@ class RankMemory:
     Attributes:
         rank: Place in the pipeline.
         state: What does not depend on microbatches; what its stages share counts once.
-        activations_bytes: The most that microbatches hold between two actions of the schedule; None without a schedule.
+        activations_bytes: Peak of microbatches between two actions of the schedule; None without a schedule.
         recomputed_bytes: What a checkpointed unit saves while I runs it again, besides.
         edge_buffers_bytes: Receive buffers posted ahead, and sends that are not released yet.
-        reduction_bytes: The flat copy of the largest unit's gradients, in which they are reduced.
-        communicators_bytes: Of what collectives go through, on a device.
+        reduction_bytes: The flat copy of the largest unit's gradients for their reduction.
+        communicators_bytes: Buffers of collectives, on a device.
     """
 
     rank: int

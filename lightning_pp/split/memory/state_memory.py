@@ -65,7 +65,7 @@ class StepDtypes:
 
     Attributes:
         compute: Dtype of the parameters inside units; None: as they are kept.
-        gradient: Dtype in which microbatches accumulate and ranks reduce; None: that of the parameters.
+        gradient: Dtype of accumulation and reduction; None: that of the parameters.
     """
 
     compute: torch.dtype | None = None
@@ -80,11 +80,11 @@ class StateMemory:
         parameters_bytes: Parameters between steps, shards where they are sharded.
         gathered_parameters_bytes: Whole parameters beside them during a step.
         gradients_bytes: Whole gradients, while microbatches accumulate.
-        reduced_gradients_bytes: Gradients after the reduction, from then until they are set to zero; 0 where those
-            that accumulated are reduced in place.
-        optimizer_state_bytes: What the optimizer keeps of its own.
-        host_bytes: With offloading, what lies on the host instead: parameters of units, their reduced gradients,
-            their optimizer state and copies of these, none of which the other numbers have.
+        reduced_gradients_bytes: Gradients after the reduction, until they are set to zero; 0 if they are reduced
+            in place.
+        optimizer_state_bytes: The optimizer's state.
+        host_bytes: With offloading, the units' parameters, reduced gradients, optimizer state and copies of these. They
+            are on the host, and not in the other numbers.
         copies_bytes: With ``post_validation``, copies of parameters, reduced gradients and optimizer state.
     """
 
@@ -164,7 +164,7 @@ class StateSizes:
         return 2 * self._kept(trained) + self._optimizer_state(trained)
 
     def flat_gradients_of(self, parameters: Iterable[ParameterSize]) -> int:
-        """The flat copies in which gradients are averaged: all of whole ones, else the largest unit's."""
+        """Flat copies for averaging gradients: of all gradients if whole, otherwise of the largest unit."""
         if self.num_copies > 1:
             return sum(p.num_elements * self._gradient_dtype(p).itemsize for p in parameters if p.is_trainable)
         units: dict[str | None, int] = {}

@@ -398,7 +398,7 @@ class StepRecord:
         carried: State, of more than a number each, that goes from one step to the next.
         edits_batch: Whether the step writes into memory that it was given, so that whoever runs it more than once
             must give it a copy each time.
-        compute_dtype: The dtype in which units get their activations and parameters; None: as they are.
+        compute_dtype: Dtype of activations and parameters inside units; None: unchanged.
         weights_of_float32_norms: Parameters of norms whose input is float32, which are not in that dtype themselves.
         updates: Parameters that code outside units writes into, and those that their new values are computed from.
         recomputed_units: Units that keep their inputs, and what a policy saves, and are run again in backward.
@@ -464,7 +464,7 @@ class StepRecord:
 
     @cached_property
     def num_alike(self) -> Mapping[OperationPlace, int]:
-        """How many operations between units are told apart by their order only, by the place of the first of them."""
+        """Numbers of operations between units that differ only in their order, by the place of the first of them."""
         return Counter(place._replace(num_before=0) for place in self.operation_numbers)
 
     def parameters_used_outside(self) -> set[str]:

@@ -13,7 +13,7 @@ _FLOPS_PER_PARAMETER = 2.0
 def with_units_not_reached(
     record: StepRecord, num_parameters: Mapping[str, int], outside_units: Iterable[str]
 ) -> StepRecord:
-    """Adds calls of the units that the step has not reached, in the order in which the module defines them.
+    """Adds calls of the units that the step has not reached, in their order in the module.
 
     Their costs are estimated by their parameters and the costs of the units called; what flows between them is not
     known. Parameters outside of units may be used in any of them.

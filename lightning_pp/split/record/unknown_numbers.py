@@ -42,9 +42,9 @@ class UnknownNumber:
         """
         first, second = self.found
         raise SplitError(
-            f"{user_line()} uses a value that is not a tensor, and the unit {self.unit!r} computes it on another stage "
-            f"({first!r} and {second!r} on two sets of made-up data). Only tensors are sent. Let the unit return a "
-            "tensor (`x.sum()`, not `x.sum().item()`), or name a larger module with units= that holds this code too."
+            f"{user_line()} uses a value that is not a tensor. The unit {self.unit!r} computes it on another stage "
+            f"({first!r} and {second!r} on two sets of made-up data). Only tensors are sent. Return a tensor from the "
+            "unit (`x.sum()`, not `x.sum().item()`), or use units= to name a larger module that contains this code."
         )
 
 

@@ -244,10 +244,10 @@ def _cannot_join(
         else "A later unit runs on an earlier stage"
     )
     return SplitError(
-        f"The code after the last unit needs an output of the unit {call.unit!r} ({call.line}), which has shape "
+        f"The code after the last unit needs an output of the unit {call.unit!r} ({call.line}). Its shape is "
         f"{' or '.join(map(str, shapes))} for a microbatch and {record.spec(value).shape} for the whole batch. With "
-        "whole_batch_loss=True the outputs of the microbatches are joined along the samples, but these shapes do not "
-        f"show which dimension that is. {where}, so the unit cannot wait for the whole batch either. Return one value "
-        "per sample from the unit and take the mean after the last unit, keep a dimension for the samples alone, or "
-        "use split_points to put the unit on the last stage: there it runs once, on the whole batch."
+        "whole_batch_loss=True outputs of microbatches are joined along the samples, but these shapes do not show "
+        f"that dimension. {where}, so the unit cannot wait for the whole batch either. Return one value per sample "
+        "from the unit and take the mean after the last unit, keep a dimension for the samples alone, or use "
+        "split_points to put the unit on the last stage: there it runs once, on the whole batch."
     )

@@ -35,7 +35,7 @@ class OperationWork(NamedTuple):
         for multicore architectures", CACM 52(4), 2009).
 
         Args:
-            flops_per_byte: FLOPs that the device does in the time in which a byte is moved.
+            flops_per_byte: FLOPs that the device computes in the time of moving a byte.
         """
         return (
             max(self.flops, flops_per_byte * self.num_bytes),

@@ -46,7 +46,7 @@ def are_equal(some: Mapping[K, Count], others: Mapping[K, Count]) -> bool:
 
 
 def on_host(counts: Mapping[K, Count]) -> dict[K, Count]:
-    """``counts`` with tensors of the host, all of which are copied from an accelerator together, in one wait."""
+    """``counts`` with tensors of the host, copied from an accelerator together, in one wait."""
     tensors = [part for count in counts.values() for part in count or () if isinstance(part, Tensor)]
     left = {device: content.cpu() for device, content in _bytes_of(tensors).items()}
 

@@ -21,7 +21,7 @@ _DEGREES = (1.0, -1.0, 2.0, -2.0, 0.5, -0.5)
 
 @dataclass(frozen=True)
 class Fact:
-    """How one call in a step has to do with the number of samples.
+    """How one call in a step depends on the number of samples.
 
     Attributes:
         call: The call, as the run on fewer samples has noted it, without its value.
@@ -31,7 +31,7 @@ class Fact:
         adds_samples: Whether it adds to a sum, sample by sample, in a loop over samples.
         alike: Shapes that it was given, and its result's, where both runs had the same although it reduces rows that
             values of the batch select; empty where they differed, or no value does.
-        counts_nothing: Whether it is a count of which Python may make numbers, and that was 0.
+        counts_nothing: Whether it is a count that was 0, and that Python may make numbers from.
     """
 
     call: Reduction

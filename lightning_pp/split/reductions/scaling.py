@@ -70,9 +70,9 @@ class Scale(NamedTuple):
 
 
 MADE_OF_A_COUNT = (
-    "{} calculates with a number that Python made of a count. Where little or nothing is counted in a microbatch, the "
-    "number is larger, so the numbers do not add up to that of the batch. Keep the count a tensor "
-    "(mask.sum().clamp(min=1) for max(int(mask.sum()), 1)), or set whole_batch_loss=True on the strategy."
+    "{} calculates with a number that Python made of a count. For a microbatch with a small count this number is "
+    "larger, so it does not add up over microbatches. Keep the count a tensor (mask.sum().clamp(min=1) for "
+    "max(int(mask.sum()), 1)), or set whole_batch_loss=True on the strategy."
 )
 
 
@@ -142,9 +142,9 @@ class ScaledStep(OutsideUnits):
             fact = self._facts.find(place)
             if place not in self._seen and fact is not None:
                 raise SplitError(
-                    f"The rehearsal that counts what the loss divides by reached {fact.call.line}, but the step itself "
-                    "did not. A branch that depends on weights can cause this, and so can compiled code. Make the "
-                    "branch depend on the batch only, or set whole_batch_loss=True on the strategy."
+                    f"A rehearsal that counts what the loss divides by reached {fact.call.line}, but the step did not. "
+                    "A branch by weights or compiled code can cause this. Make the branch depend on the batch only, "
+                    "or set whole_batch_loss=True on the strategy."
                 )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -423,9 +423,9 @@ def _check_alike(fact: Fact, given: tuple[tuple[int, ...], ...], result: Any) ->
     of_this_result = [shapes for shapes, other in fact.alike if other == result]
     if of_this_result and given not in of_this_result:
         raise SplitError(
-            f"{fact.call.line} reduces rows that values of the batch select. Now it is given {_listed(given)}, and in "
-            f"all parts of the batch that showed what the step does, {_listed(of_this_result[0])}. So it is not known "
-            "whether this is a sum over samples. Multiply by a mask instead ((x * mask).sum()), or set "
+            f"{fact.call.line} reduces rows that values of the batch select. It got {_listed(given)} now, but "
+            f"{_listed(of_this_result[0])} in every part of the batch on which the step was recorded. So it is not "
+            "known whether this is a sum over samples. Multiply by a mask instead ((x * mask).sum()), or set "
             "whole_batch_loss=True on the strategy."
         )
 

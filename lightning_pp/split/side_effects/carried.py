@@ -88,8 +88,8 @@ class SideEffectKeeper:
             ]
             if missing:
                 raise SplitError(
-                    f"The unit {self._call.unit!r} did not leave {place} as in the dry run of a batch of the same "
-                    "shapes, and another stage needs it. What a unit leaves there must not depend on values."
+                    f"Another stage needs what the unit {self._call.unit!r} left in {place} in the dry run, but now it "
+                    "left something else for the same shapes. What a unit leaves there must not depend on values."
                 )
         return self._kept
 

@@ -59,7 +59,7 @@ class CheckpointedRegions:
     """Keeps the unit calls of every checkpointed region.
 
     Args:
-        replaying: Makes a context in which unit calls and the code between them give what a region saw.
+        replaying: Makes a context that repeats the results of unit calls and of code between them in a region.
 
     Attributes:
         open: The regions that run now.

@@ -223,7 +223,7 @@ class UnitCalls:
 
 
 class _ReplayedFunctions(OutsideUnits):
-    """A context in which functions between units return tensors received in a region's first run."""
+    """Within, functions between units return tensors received in a region's first run."""
 
     def __init__(self, region: Region) -> None:
         super().__init__()

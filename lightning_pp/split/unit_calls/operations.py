@@ -63,7 +63,7 @@ class OperationCalls(OutsideUnits):
         self._run = object()  # values of other runs mean nothing
 
     def note_call(self, call: UnitCall, output: Any) -> None:
-        """A unit call returns ``output``, in which the tensors that the unit made are values now."""
+        """A unit call returns ``output``: the tensors that the unit made are values now."""
         self._num_calls = call.index + 1
         for position, (leaf, recorded) in enumerate(zip(leaves_of(output), call.leaves, strict=False)):
             if recorded.spec is not None and isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):

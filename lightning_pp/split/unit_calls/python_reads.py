@@ -28,11 +28,11 @@ _IN_ONE_PIECE = frozenset(
 
 
 class PythonReads(TorchFunctionMode):
-    """A context in which Python's reads of a tensor without data return what ``read`` returns for it.
+    """Within, Python's reads of a tensor without data get the result of ``read`` for it.
 
     Args:
         is_missing: Whether a tensor's data are missing.
-        read: Gives a real tensor of the same shape to look at.
+        read: Returns a real tensor of the same shape.
         address: Where data for a fake lie.
         on_look: Told of a tensor that is looked at and has its data.
         on_gradient_hook: Told of a tensor that gets a hook on its gradient.

@@ -138,7 +138,7 @@ def _repeated_blocks(module: nn.Module) -> set[nn.Module]:
 
 
 def is_block_list(module: nn.Module) -> bool:
-    """Whether ``module`` is a container in which a class of parameter-owning children repeats."""
+    """Whether ``module`` is a container with several parameter-owning children of one class."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         return False
     classes = Counter(type(child) for child in module.children() if owns_parameters(child))

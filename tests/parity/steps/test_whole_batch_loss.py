@@ -311,12 +311,12 @@ class FailsAtTheEnd(WholeBatchModel):
 REFUSED: list[tuple[Any, str]] = [
     (
         AuxiliaryLoss,
-        "output of the unit 'blocks.0' .* has shape \\(\\) for a microbatch and \\(\\) for the whole batch",
+        "output of the unit 'blocks.0' .* Its shape is \\(\\) for a microbatch and \\(\\) for the whole batch",
     ),
     (NoiseAtTheEnd, "uses random numbers that were drawn before the last unit"),
-    (CenteredBatch, "The unit 'embed' .* gets other values from the whole batch"),
-    (RowsInOneUnit, "output of the unit 'embed' .* has shape .* these shapes do not show which dimension that is"),
-    (HookOnFeatures, "puts a hook on the gradient of a tensor that is made before the end of the last unit"),
+    (CenteredBatch, "An argument .* of the unit 'embed' .* has other values for the whole batch"),
+    (RowsInOneUnit, "output of the unit 'embed' .* Its shape is .* these shapes do not show that dimension"),
+    (HookOnFeatures, "puts a hook on the gradient of a tensor made before the end of the last unit"),
     (FailsAtTheEnd, "the end of the second step"),
 ]
 

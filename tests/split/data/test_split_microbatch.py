@@ -199,7 +199,7 @@ def test_unknown_types_are_refused_and_registered_ones_cut() -> None:
     assert split_batch(two_lengths, 1)[0].num_samples == 1
     with pytest.raises(
         BatchError,
-        match=r"attribute 'x' of the Opaque in the batch has 6 rows, as many as the batch has samples.*split_batch=",
+        match=r"attribute 'x' of the Opaque in the batch has 6 rows, one per sample.*split_batch=",
     ):
         split_batch({"object": Opaque(x()), "y": torch.arange(6)}, 2)
     weights = Opaque(torch.ones(3))
@@ -261,11 +261,11 @@ def test_named_dimensions_that_do_not_fit_are_refused() -> None:
     targets = [{"boxes": torch.ones(number, 4)} for number in (2, 1, 3)]
     for batch, path in (({"x": x(4), "held": Held()}, "held.x"), ({"x": x(3), "targets": targets}, "targets[0].boxes")):
         with pytest.raises(
-            BatchError, match=rf"names '{re.escape(path)}', and no tensors .* Name one of: 'x' \(\d, 2\)"
+            BatchError, match=rf"names '{re.escape(path)}', but no tensors .* Name one of: 'x' \(\d, 2\)"
         ):
             split_batch(batch, 2, {path: 0})
     same = {"a.b": x(4), "a": {"b": x(4)}}
-    with pytest.raises(BatchError, match=r"names 'a\.b', and 2 tensors that can be cut have this path"):
+    with pytest.raises(BatchError, match=r"names 'a\.b', but 2 tensors of the batch that can be cut have this path"):
         split_batch(same, 2, {"a.b": 0})
     assert len(split_batch(same, 2, {"batch['a']['b']": 0})) == 2
     with pytest.raises(BatchError, match=r"dimension 0 of 'y', whose shape is \(5, 2\)\. This .* size 5, but .* 4 sam"):

@@ -168,18 +168,18 @@ def refusal(pool: WorkerPool, kind: type[Step], layout: Layout = LAYOUT, **optio
 def test_as_many_rows_by_chance_are_no_proof(
     pool: WorkerPool, kind: type[Step], options: dict[str, Any], is_checked: bool
 ) -> None:
-    text = "reduces rows that values of the batch select. Now it is given [1, 8], and in all parts of the batch"
+    text = "reduces rows that values of the batch select. It got [1, 8] now, but"
     assert text in refusal(pool, kind, check_first_batches=is_checked, **options)
 
 
 def test_numbers_of_python_have_to_add_up(pool: WorkerPool) -> None:
-    text = "the number is larger, so the numbers do not add up to that of the batch"
+    text = "with a small count this number is larger, so it does not add up over microbatches"
     assert text in refusal(pool, DividesByAtLeastOne)
 
 
 @pytest.mark.parametrize("kind", [DividesByAtLeastOneOfMany, DividesByAtLeastOneRead])
 def test_numbers_of_python_have_to_add_up_over_single_samples(pool: WorkerPool, kind: type[Step]) -> None:
-    text = "the number is larger, so the numbers do not add up to that of the batch"
+    text = "with a small count this number is larger, so it does not add up over microbatches"
     assert text in refusal(pool, kind, layout=SINGLE)
 
 
@@ -191,7 +191,7 @@ def test_a_number_that_is_0_beside_the_loss_is_no_reason(pool: WorkerPool) -> No
 
 def test_a_choice_of_units_by_any_of_the_batch_is_told_as_that(pool: WorkerPool) -> None:
     told = refusal(pool, BranchesBeforeAUnit, layout=SINGLE)
-    assert "any() over samples inside a unit: these cover the whole batch while the step runs" in told
+    assert "a sum, a count or any() over samples decides: these cover the whole batch while the step runs" in told
 
 
 @pytest.mark.parametrize(("kind", "number"), [(ReducesTheFirst, 3), (ReducesTheFirstBeforeAUnit, 3), (ReducesMost, 6)])
