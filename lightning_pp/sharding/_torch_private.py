@@ -98,8 +98,8 @@ def shard_together(
         handle = getattr(state, name, None)
         if handle is None:
             raise RuntimeError(
-                f"FSDP2 of torch {torch.__version__} has no {name}, so its hooks cannot be taken off; "
-                "sharding inside stages works with torch 2.13 to 2.15"
+                f"FSDP2 of torch {torch.__version__} has no {name}, so its hooks cannot be removed; sharding inside "
+                "stages works with torch 2.13 to 2.15"
             )
         handle.remove()
     return leader

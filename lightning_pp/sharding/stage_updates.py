@@ -111,11 +111,11 @@ def _refuse_combining(optimizer: Optimizer) -> None:
     for one, other in list(zip(alone, beside, strict=True))[: 1 if draws else None]:
         if float((one - other).abs().max()) > _TOLERANCE * max(float(one.abs().max()), float(other.abs().max())):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} combines several parameters in an update: a parameter that is updated "
-                "alone gets another value than beside a second one. Here each rank updates only its own parameters, "
-                "so the weights would differ from those of one device. Use an optimizer that updates each parameter "
-                "by itself (AdamW, SGD, ...), or turn off what combines parameters, such as gradient clipping by the "
-                "optimizer itself."
+                f"{type(optimizer).__name__} combines parameters in an update: a parameter got another value alone "
+                "than together with a second one. Here each rank updates only its own parameters, so the weights "
+                "would differ from those of one device. Use an optimizer that updates each parameter separately "
+                "(AdamW, SGD, ...), or turn off the option that combines parameters, such as the optimizer's own "
+                "gradient clipping."
             )
 
 
@@ -154,9 +154,9 @@ def _tried(optimizer: Optimizer, device: torch.device, *, has_others: bool) -> t
         copied.step(*closure)
         if len(calls) > number + 1:
             raise ConfigurationError(
-                f"{type(optimizer).__name__}.step calls its closure several times, to evaluate the step at other "
-                "weights, but a pipeline has one forward and backward per step. Use an optimizer whose step takes the "
-                "gradients as they are (AdamW, SGD, ...)."
+                f"{type(optimizer).__name__}.step calls its closure several times, to evaluate the loss at other "
+                "weights, but a pipeline runs one forward and backward per step. Use an optimizer whose step takes "
+                "the gradients as they are (AdamW, SGD, ...)."
             )
         draws = draws or not all(map(torch.equal, seeded, (each.get_state() for each in generators)))
     return [(parameter - first).double().cpu() for parameter, first in zip(own, before, strict=True)], draws

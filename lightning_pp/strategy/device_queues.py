@@ -27,12 +27,12 @@ def use_all_queues(device: torch.device) -> None:
     elif given is None:
         rank_zero_warn(
             f"CUDA was used before the run, so {_NAME} cannot be set any more. Streams of the device share 8 queues, "
-            f"so a receive that waits may hold up other work. Start the job with {_NAME}={_MOST}."
+            f"so a waiting receive may block other work. Start the job with {_NAME}={_MOST}."
         )
     elif given.strip() != str(_MOST):
         rank_zero_warn(
-            f"{_NAME}={given} is set. Streams share that many queues, so a receive that waits may hold up other work, "
-            f"and for ever if its message depends on that work. Unset it, or set it to {_MOST}."
+            f"{_NAME}={given} is set. Streams share that many queues, so a waiting receive may block other work, for "
+            f"ever if its message depends on that work. Unset it, or set it to {_MOST}."
         )
 
 

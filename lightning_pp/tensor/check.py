@@ -85,9 +85,9 @@ class UnitCheck:
         if verdict.item():
             problem = problem or "another tensor rank found a difference"
             raise SplitError(
-                f"Unit {forward.name!r} ({type(unit).__name__}) on {self._group.size()} tensor ranks does not compute "
-                f"what it computes on one: {problem}. {forward.cuts()} Leave the matrices whole that lead to this, "
-                "with 'replicate' in tensor_parallel_plan. Nothing was updated."
+                f"Unit {forward.name!r} ({type(unit).__name__}) computes something else on {self._group.size()} tensor "
+                f"ranks than on one: {problem}. {forward.cuts()} Set the matrices that cause this to 'replicate' in "
+                "tensor_parallel_plan. Nothing was updated."
             )
 
     def _compared(self, forward: CutForward, args: Any, kwargs: Any) -> str:

@@ -191,8 +191,8 @@ class UnitTracer:
             if style == "auto":
                 return None
             raise ConfigurationError(
-                f"tensor_parallel_plan[{pattern!r}] cuts {self.name}.{name}, of which a dimension has segments "
-                f"{list(segments)}. tensor_parallel_size={self._num_ranks} does not divide them."
+                f"tensor_parallel_plan[{pattern!r}] cuts a dimension of {self.name}.{name} with segments "
+                f"{list(segments)}, which tensor_parallel_size={self._num_ranks} does not divide."
             )
         if dim == out_dim:
             self._columns.append(name)

@@ -297,8 +297,8 @@ class CutForward:
         except CutError as error:
             raise SplitError(
                 f"Unit {self.name!r} ({type(self.unit).__name__}) cannot run on {self.region.num_ranks} tensor ranks: "
-                f"{error}. {self.cuts()} Leave the matrices whole that lead to this "
-                f"({', '.join(sorted(error.origins))}), with 'replicate' in tensor_parallel_plan."
+                f"{error}. {self.cuts()} Set the matrices that cause this ({', '.join(sorted(error.origins))}) to "
+                "'replicate' in tensor_parallel_plan."
             ) from error
 
     @staticmethod

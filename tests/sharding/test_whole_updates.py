@@ -202,7 +202,7 @@ def test_one_scale_over_all_parameters_is_refused(is_combined: bool) -> None:
     optimizer: Optimizer = GlobalScale(groups(model))
     if is_combined:
         optimizer = CombinedOptimizer(optimizer)
-    with pytest.raises(ConfigurationError, match="GlobalScale combines several parameters in an update: a parameter"):
+    with pytest.raises(ConfigurationError, match="GlobalScale combines parameters in an update: a parameter"):
         update_as_stage([optimizer], has_stages=True)
     update_as_stage([optimizer], has_stages=False)  # whole parameters, all of them
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)

@@ -75,9 +75,9 @@ def test_a_fused_projection_cut_across_its_parts_is_refused(pool: WorkerPool) ->
     plan = {"*.qkv": "colwise", "*.out": "rowwise"}
     for said in pool.run(refused_block, plan, process_group=True):
         assert said == (
-            "Unit 'unit' (Block) on 2 tensor ranks does not compute what it computes on one: split takes [0, 16) of a "
-            "sharded dimension of 48. '*.qkv' cuts attn.qkv.weight, attn.qkv.bias; '*.out' cuts attn.out.weight. Leave "
-            "the matrices whole that lead to this, with 'replicate' in tensor_parallel_plan. Nothing was updated."
+            "Unit 'unit' (Block) computes something else on 2 tensor ranks than on one: split takes [0, 16) of a "
+            "sharded dimension of 48. '*.qkv' cuts attn.qkv.weight, attn.qkv.bias; '*.out' cuts attn.out.weight. Set "
+            "the matrices that cause this to 'replicate' in tensor_parallel_plan. Nothing was updated."
         )
 
 

@@ -111,7 +111,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, str], str]] = {
     "unseen": (
         lambda: Pair(unseen),
         PAIR,
-        r"Unit 'unit' \(Pair\) on 2 tensor ranks does not compute what it computes on one: "
+        r"Unit 'unit' \(Pair\) computes something else on 2 tensor ranks than on one: "
         r"result 0 is -?[\d.e-]+ in place of -?[\d.e-]+",
     ),
     "backward": (

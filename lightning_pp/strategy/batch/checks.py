@@ -1,4 +1,4 @@
-"""The first batches of a run are checked before they are run, and later ones in which a step does something new."""
+"""The first batches of a run are checked before they are run, and later ones if a step does something new."""
 
 from __future__ import annotations
 
@@ -117,15 +117,13 @@ class BatchChecks:
         try:
             self._check_part(run.call, batch, run.microbatches, seed, part if part[0] else None)
         except SplitError as error:
-            add_note(
-                error, f"Batch {run.call.batch_idx} was checked: {run.call.step} takes a branch in it that is new."
-            )
+            add_note(error, f"Batch {run.call.batch_idx} was checked because {run.call.step} took a new branch in it.")
             raise
         self._num_late[run.call.step] += 1
         if self._num_late[run.call.step] == MOST_LATE_CHECKS:
             rank_zero_warn(
-                f"{run.call.step} took branches that no check had seen in {MOST_LATE_CHECKS} batches, and each of "
-                "these batches was checked. What it does for the first time in later batches is not checked."
+                f"In {MOST_LATE_CHECKS} batches {run.call.step} took branches that no check had seen. These batches "
+                "were checked. New branches in later batches are not."
             )
 
     def _check_part(
@@ -194,9 +192,9 @@ def _pairs(courses: Iterable[Hashable]) -> set[Pair]:
 
 
 def _part_with(courses: Sequence[Hashable], new: set[Pair]) -> tuple[int, int]:
-    """The smallest part of a batch in which two microbatches take ``new`` branches beside each other.
+    """The smallest part of a batch with two microbatches that take ``new`` branches.
 
-    Into how many parts the batch is cut for it, and which of them it is; 0 parts where all take the same.
+    Returns the number of parts that the batch is cut into, and which of them it is; 0 parts if all take the same.
     """
     number, two = len(courses), {pair for pair in new if len(pair) > 1}
     for num_parts in (parts for parts in range(number // 2, 0, -1) if number % parts == 0):

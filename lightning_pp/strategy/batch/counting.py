@@ -176,7 +176,7 @@ class StepCounting:
 
 
 def _refuse_numbers_of_none(counts: Counts, others: Counts, facts: Facts) -> None:
-    """Raises :class:`SplitError` if a number of a sample in which nothing is counted was made of that count.
+    """Raises :class:`SplitError` if a number was made from a count, for a sample with a count of 0.
 
     Args:
         counts: What was counted; a number may be that of the sample itself, as ``len(x)`` is.
@@ -248,9 +248,8 @@ class _Traced:
         if self._has_served:
             lines = ", ".join(fact.call.line for fact in map(facts.find, rehearsed) if fact is not None)
             raise SplitError(
-                f"{lines} divides by another quantity of the batch than in earlier batches, but nothing has changed "
-                "that the step is known to depend on: the shapes of its batch, plain attributes of the module, the "
-                "progress of training. Keep what it depends on in such an attribute, or set whole_batch_loss=True on "
-                "the strategy."
+                f"{lines} divides by another quantity of the batch than in earlier batches, but nothing that the step "
+                "is known to depend on has changed: shapes of the batch, plain attributes of the module, progress of "
+                "the training. Keep what it depends on in an attribute, or set whole_batch_loss=True on the strategy."
             )
         self.trace = {}

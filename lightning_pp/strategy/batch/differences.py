@@ -336,8 +336,8 @@ def warn_batch_norm(module: pl.LightningModule, num_samples: int) -> None:
 def tell_unchecked(step: str) -> None:
     """Says that a check was not possible."""
     rank_zero_info(
-        f"{step} draws random numbers that parts of a batch cannot share with the whole batch, so it was not checked "
-        "that its loss is the same for microbatches as for the batch."
+        f"{step} draws random numbers that parts of a batch cannot share with the whole batch. So its loss for "
+        "microbatches was not compared with its loss for the batch."
     )
 
 

@@ -41,7 +41,7 @@ from lightning_pp.strategy.results.learned import Learned
 from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, loss_of
 
 Outcome = Observed | Exception
-"""What came of a run."""
+"""The result of a run."""
 _CHECKS = (
     "to check that its loss adds up. If it works for microbatches, check_first_batches=False turns this check off."
 )
@@ -335,7 +335,7 @@ def _learn_what_adds_up(whole: Outcome, parts: Outcome) -> None:
 
 
 def _outcome(observe: Observe, microbatches: Sequence[Microbatch], around: Around) -> Outcome:
-    """What came of a run; a dry run in which the step returns None ends on every rank alike, before anything is run."""
+    """The result of a run. If the step returns None in a dry run, every rank ends before anything is run."""
     try:
         return observe(microbatches, around)
     except NoLossError as error:

@@ -243,7 +243,7 @@ class BatchPreparation:
         state: StepState,
         end_of_batch: StepRecord | None = None,
     ) -> list[StepPlan]:
-        """The plan of each microbatch; looked up once for those that are alike, where values decide over no path."""
+        """The plan of each microbatch; looked up once for equal ones, if values decide about no path."""
         plans, known = list[StepPlan](), dict[Hashable, StepPlan]()
         for microbatch, seed_inter_unit in zip(microbatches, seeds, strict=False):
             plan = known.get(signature := signature_of(microbatch.data))

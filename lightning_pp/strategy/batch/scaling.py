@@ -88,12 +88,11 @@ class ScaledBatch:
         if estimate is None or estimate.bent_by is None or (self.allows_auxiliary and estimate.is_product):
             return
         raise SplitError(
-            f"The loss of the step does not add up over microbatches: {estimate.line} calls `{estimate.bent_by}` "
-            "with a sum or a mean over samples, and its results for microbatches do not add up to its result for "
-            f"the batch. {f'If this makes an auxiliary loss: {PER_MICROBATCH} If not: ' if estimate.is_product else ''}"
+            f"The loss of the step does not add up over microbatches: {estimate.line} calls `{estimate.bent_by}` on a "
+            "sum or a mean over samples. "
+            f"{f'If this makes an auxiliary loss: {PER_MICROBATCH} If not: ' if estimate.is_product else ''}"
             "whole_batch_loss=True on the strategy runs the code after the last unit once on the whole batch. It costs "
-            "memory and bubble: lightning-pp-plan shows how much. "
-            "check_first_batches=False turns this check off."
+            "memory and bubble: lightning-pp-plan shows how much. check_first_batches=False turns this check off."
         )
 
     def drop_facts_without_use(self) -> None:
@@ -248,8 +247,8 @@ def _settle(
             return
         before = told
     raise SplitError(
-        f"A number that the step counts in its batch depends on more than {_MOST_ROUNDS} other counts, one after the "
-        "other. Set whole_batch_loss=True on the strategy."
+        f"A count of the step depends on a chain of more than {_MOST_ROUNDS} other counts. Set whole_batch_loss=True "
+        "on the strategy."
     )
 
 

@@ -67,9 +67,9 @@ def give_back(kept: Mapping[str, Any], states: dict[str, Any], module: nn.Module
         names = ", ".join(repr(key) for key in kept["states"])
         raise CheckpointError(
             f"The state of the callback {names} has tensors that differ from stage to stage. {len(held)} ranks saved "
-            f"the checkpoint, and they held other parts of the model than the {dist.get_world_size()} ranks of this "
-            "run. Resume with the same stages (pipeline_parallel_size, schedule, split_points) and replicas, or "
-            "without this callback. Lightning's WeightAveraging keeps averages of weights under any layout."
+            f"the checkpoint, with other parts of the model than the {dist.get_world_size()} ranks of this run have. "
+            "Resume with the same stages (pipeline_parallel_size, schedule, split_points) and replicas, or without "
+            "this callback. Lightning's WeightAveraging keeps averages of weights under any layout."
         )
     for key, of_ranks in kept["states"].items():
         states[key] = of_ranks[rank]

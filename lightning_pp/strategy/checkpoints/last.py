@@ -31,7 +31,7 @@ def good_one(noted: set[str], path: str | Path, weights_only: bool | None, ranks
     All of the checkpoint is compared with its checksums. A path that the user named is returned as it is.
 
     Args:
-        noted: The folders in which ``ckpt_path="last"`` has looked. Emptied: a path that is loaded from now on is one
+        noted: The folders searched for ``ckpt_path="last"``. Emptied: a path that is loaded from now on is one
             that the user named.
         path: What Lightning is about to load; the root's counts.
         weights_only: As in ``torch.load``.

@@ -176,14 +176,13 @@ class SignalDeadline:
 class Preemption:
     """After a SIGTERM or SIGUSR1 to any rank, ends the run between two batches, on all ranks before the same one.
 
-    Lightning's handler starts a collective wherever the signal finds it, also in the middle of a step, in which the
-    other ranks wait for this one, and its loop has one before every batch. Here the handler only notes the signal.
+    Lightning's handler starts a collective wherever the signal arrives, even in the middle of a step, while other ranks
+    wait for this one, and its loop has one before every batch. Here the handler only notes the signal.
 
-    A fit ends where no gradients wait for an update, so that nothing is lost: after an optimizer's step, and not within
-    a validation. It does not end where an epoch begins either, but after the next step: many loaders that have a state
-    take it there for that of the epoch before, and would skip the epoch when they go on. Its state is saved where it
-    ends. The process ends as one that the signal has ended, with the code 128 + its number: 143 for SIGTERM, 138 for
-    SIGUSR1.
+    A fit ends after an optimizer step, when no gradients wait for an update, and not within a validation. At the
+    beginning of an epoch it ends after the next step: many loaders take a state saved there for that of the previous
+    epoch, and would skip the epoch on a resume. The state is saved where the fit ends. The process ends with the exit
+    code of the signal, 128 + its number: 143 for SIGTERM, 138 for SIGUSR1.
 
     Where Lightning requeues Slurm's jobs itself (:class:`SLURMEnvironment`), its own handler of that signal is called
     at such a place, on all ranks, and the training goes on until Slurm ends it. A handler of the user's own for SIGUSR1

@@ -110,7 +110,7 @@ class RunWatch:
         self._failed_runs.end_all(what, self._place(), 128 + number)
 
     def _wake(self) -> None:
-        """Another rank has failed: from a thread, ends the calls in which this rank may wait for it."""
+        """Another rank has failed: from a thread, ends the calls that may wait for it."""
         self._pipeline.abandon()
         if self._strategy.has_device:
             end_device_work(self._pipeline.channels)

@@ -25,14 +25,14 @@ Clip = Callable[[list[nn.Parameter], float, float], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class GradientNorms:
-    """``grad_norm(module)`` and ``clip_grad_norm_`` as on one device, for a module of which this rank has a part.
+    """``grad_norm(module)`` and ``clip_grad_norm_`` as on one device, on a rank with a part of the module.
 
     Attributes:
         module: The user's module, or what it is part of.
         fake_parameters: Know all its parameters.
         groups: Join the ranks of the pipeline.
         clip: Clips by norm.
-        cut: Names of the parameters of which each tensor rank has a part.
+        cut: Names of the parameters cut over tensor ranks.
     """
 
     module: pl.LightningModule

@@ -417,8 +417,8 @@ class MeshStrategy(ParallelStrategy):
         if self._running_step is not None and num_ranks > 1:
             raise ConfigurationError(
                 f"{self._running_step} calls strategy.{collective} among {num_ranks} ranks, at {line_of_user()}. In a "
-                "pipeline a step runs once for each microbatch, and on each stage only up to the stage's last unit, so "
-                "not all ranks make the same calls and some would wait for ever. Use self.log, which averages over "
+                "pipeline a step runs once for each microbatch, and each stage stops after its last unit. So some "
+                "ranks would wait for ever for a call that others do not make. Use self.log, which averages over "
                 "replicas, or make the call in a hook (on_train_batch_end), where every rank has what the step "
                 "returned."
             )

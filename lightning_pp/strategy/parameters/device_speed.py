@@ -21,7 +21,7 @@ def peak_flops_of(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def flops_per_byte_of(device: torch.device, precision: Any) -> float:
-    """FLOPs that a device does in the time in which its memory moves a byte; 0 where that is not known.
+    """FLOPs that a device computes while its memory moves a byte; 0 if that is not known.
 
     Args:
         device: Where this rank computes.

@@ -51,7 +51,7 @@ class StageGradients:
 
     Attributes:
         clock: Times gathers and reductions of a batch, if it is switched on before it.
-        cut: The parameters of which each tensor rank has a part, by canonical name.
+        cut: The parameters cut over tensor ranks, by canonical name.
     """
 
     def __init__(self, given: Surroundings, split: SplitModel, groups: ControlGroups) -> None:

@@ -43,9 +43,9 @@ def set_up_one_optimizer(strategy: Strategy, trainer: pl.Trainer) -> None:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigurationError(
-                f"{type(optimizer).__name__}.step needs a closure, which it calls to evaluate the step again at other "
-                "weights, but a pipeline has one forward and backward per step. Use an optimizer whose step takes the "
-                "gradients as they are (AdamW, SGD, ...)."
+                f"{type(optimizer).__name__}.step needs a closure to evaluate the loss again at other weights, but a "
+                "pipeline runs one forward and backward per step. Use an optimizer whose step takes the gradients as "
+                "they are (AdamW, SGD, ...)."
             )
 
 

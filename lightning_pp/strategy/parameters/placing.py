@@ -64,8 +64,8 @@ class ParameterPlacing:
             is_sharded = any(parameter is sharded for sharded in self._sharded.values())
             if hasattr(type(parameter), "fsdp_pre_all_gather") and not is_sharded:
                 raise ConfigurationError(
-                    f"The parameter {name} is a {type(parameter).__name__}, which is made to be gathered by FSDP2, but "
-                    "it is not sharded here. With torchao, set enable_fsdp_float8_all_gather=False. To keep it, set "
+                    f"The parameter {name} is a {type(parameter).__name__} for FSDP2's all-gathers, but it is not "
+                    "sharded here. With torchao, set enable_fsdp_float8_all_gather=False. To keep it, set "
                     "data_parallel_size to 2 or more, and sharding='shard_grad_op' or 'full_shard'."
                 )
         materialize_parameters(self._module, set(owned).difference(self._sharded), self._device)

@@ -139,9 +139,9 @@ class PostValidation:
         if self._finite.has_scaler:
             return "the scaler of 16-mixed decides about each update"
         if not is_elementwise_of_torch(optimizer):
-            return f"{kind} is not known to be undone by its parameters and states alone, as AdamW and SGD are"
+            return f"restoring parameters and states may not undo an update of {kind}, unlike those of AdamW and SGD"
         if has_other_step_hooks(optimizer):
-            return f"{kind} has hooks that are called at each step, and undoing an update does not undo these"
+            return f"{kind} has hooks on its steps, and undoing an update does not undo what they did"
         if any(isinstance(value, Tensor) for group in optimizer.param_groups for value in group.values()):
             return f"{kind} has a tensor among its settings, such as lr"
         return None
@@ -223,8 +223,8 @@ class PostValidation:
             if self._is_rejected or (self._early is not None and self._early.is_known_to_be(within=False)):
                 add_note(
                     error,
-                    "This batch ran with the weights of an update whose gradients were to be clipped first "
-                    "(post_validation=True). If the error comes of these weights, set post_validation=False.",
+                    "This batch ran after an update whose gradients should have been clipped first "
+                    "(post_validation=True). If the error comes from these weights, set post_validation=False.",
                 )
             raise
 

@@ -72,8 +72,8 @@ def refuse_precision(precision: Precision, device: torch.device) -> None:
             )
         if precision.scaler is not None and not AgreeingGradScaler.can_take_over(precision.scaler):
             raise ConfigurationError(
-                f"The scale of the loss must be the same on all stages, but {type(precision.scaler).__name__} would "
-                "decide on each rank for itself. Give MixedPrecision a torch.amp.GradScaler, or none."
+                f"The loss scale must be the same on all stages, but {type(precision.scaler).__name__} would change it "
+                "on each rank separately. Give MixedPrecision a torch.amp.GradScaler, or none."
             )
 
 

@@ -81,7 +81,7 @@ class LogCall:
         return self.reduction if self.reduction in ("min", "max") else "mean"
 
     def value_dtype(self) -> torch.dtype:
-        """Dtype in which the merged value is handed to Lightning: what Lightning itself would store it in, or finer."""
+        """Dtype of the merged value for Lightning: that of Lightning's own storage, or finer."""
         default = torch.get_default_dtype()
         default = default if default in (torch.float32, torch.float64) else torch.float32
         if self.dtype.is_floating_point:

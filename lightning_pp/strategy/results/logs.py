@@ -338,8 +338,8 @@ def _recorded(
         number = value.detach()
         if is_fake(number):
             raise SplitError(
-                f"`self.log({name!r}, ...)` in `{fx}` got a value that depends on what only another stage has. Log it "
-                "from a value that the last stage computes."
+                f"`self.log({name!r}, ...)` in `{fx}` got a value that depends on a tensor of another stage. Log a "
+                "value that the last stage computes."
             )
     call = LogCall(
         fx=fx,

@@ -99,7 +99,7 @@ def _refuse_fakes(outputs: Any) -> None:
     for leaf in leaves_of(outputs):
         if is_fake(leaf):
             raise SplitError(
-                f"The step returned a tensor of shape {tuple(leaf.shape)} that depends on what only another stage has. "
+                f"The step returned a tensor of shape {tuple(leaf.shape)} that depends on a tensor of another stage. "
                 "Return values that the last stage computes."
             )
 
@@ -170,9 +170,9 @@ def mean_of(values: Sequence[Any], weights: Sequence[float]) -> Any:
 def _is_list_of_samples(values: Sequence[Any], num_samples: Sequence[int], learned: Learned, place: str) -> bool:
     """Whether the values are lists with an entry per sample: plain values, dicts, or tensors unlike a batch's.
 
-    A list in which some entry is, in every microbatch, a tensor with a row per sample or a scalar is a container of
-    outputs, also where it happens to be as long as a microbatch; so is a tuple, unless its length follows that of
-    uneven microbatches.
+    If an entry of a list is a scalar or a tensor with a row per sample in every microbatch, the list is a container of
+    outputs, even if it is as long as a microbatch. So is a tuple, unless its length follows that of uneven
+    microbatches.
     """
     if type(values[0]) not in (list, tuple) or learned.is_by_sample(place, values, num_samples) is False:
         return False
@@ -220,9 +220,9 @@ def none_refused(batch_idx: int) -> Iterator[None]:
     except NoLossError as error:
         raise ConfigurationError(
             f"training_step returned None for a microbatch of batch {batch_idx} after units were run, but the recorded "
-            "step returned a loss. The other stages run the batch already. Return None before the first unit is "
-            "called, by batch_idx or by what the batch holds. To skip updates where a loss or a gradient is not "
-            "finite, set on_nonfinite='skip' on the strategy."
+            "step returned a loss. The other stages already run the batch. Decide by batch_idx or the batch's "
+            "contents, and return None before the first unit is called. To skip updates where a loss or a gradient is "
+            "not finite, set on_nonfinite='skip' on the strategy."
         ) from error
 
 
@@ -232,7 +232,7 @@ def loss_of(output: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise (NoLossError if output is None else ConfigurationError)(
             f"training_step returned {type(output).__name__}{' without a loss' if hasattr(output, 'get') else ''}, but "
-            "in a pipeline every batch needs a loss. Return a tensor, or a dict with the key 'loss'. None may skip a "
-            "batch only without replicas and accumulation, not in the first batch, and for all its microbatches."
+            "in a pipeline every batch needs a loss. Return a tensor, or a dict with the key 'loss'. None skips a "
+            "batch if all its microbatches return it, without replicas or accumulation, and not in the first batch."
         )
     return loss

@@ -54,8 +54,8 @@ class FrozenParameters:
         if changed:
             raise ConfigurationError(
                 f"requires_grad of {len(changed)} parameters ({', '.join(changed[:3])}) was changed before batch "
-                f"{batch_idx} of an epoch. Stages exchange such changes, which decide where gradients flow, only in "
-                "the first two batches of an epoch. Change it in on_train_epoch_start."
+                f"{batch_idx} of an epoch. Stages exchange such changes only in the first two batches of an epoch. "
+                "Change it in on_train_epoch_start."
             )
 
     def _frozen(self) -> frozenset[str]:

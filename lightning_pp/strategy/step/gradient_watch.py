@@ -126,9 +126,9 @@ class _Watch(OperationsMode):  # type: ignore[no-untyped-call]
         return result
 
     def _check_write(self, units: set[str | None]) -> None:
-        """Raises :class:`ConfigurationError` unless the gradients of ``units`` may be written into after what was read.
+        """Raises :class:`ConfigurationError` unless the gradients of ``units`` may be written into after these reads.
 
-        One that is written right after a number of its own was read goes by that.
+        A write may follow a read of a number of the same gradient.
         """
         if units == {self._last_read}:
             self._read.pop(self._last_read, None)

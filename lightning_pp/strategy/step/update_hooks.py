@@ -179,7 +179,7 @@ def _optimizer_of_nothing() -> torch.optim.Optimizer:
 
 
 def _copied(module: torch.nn.Module, *, requires_grad: bool) -> Iterator[tuple[torch.Size, ...]]:
-    """The shapes of the parameters of each submodule of which all or none train."""
+    """The shapes of the parameters of each submodule with either all or no parameters training."""
     for child in module.modules():
         held = list(child.parameters())
         if held and all(parameter.requires_grad is requires_grad for parameter in held):

@@ -243,8 +243,11 @@ def fit_and_listen(module: type[KeepsState]) -> tuple[tuple[int, ...], list[str]
     ("module", "reason"),
     [
         (OwnClipping, "OwnClipping overrides configure_gradient_clipping"),
-        (OwnOptimizer, "Derived is not known to be undone by its parameters and states alone, as AdamW and SGD are"),
-        (HasHook, "AdamW has hooks that are called at each step, and undoing an update does not undo these"),
+        (
+            OwnOptimizer,
+            "restoring parameters and states may not undo an update of Derived, unlike those of AdamW and SGD",
+        ),
+        (HasHook, "AdamW has hooks on its steps, and undoing an update does not undo what they did"),
     ],
 )
 def test_where_updates_cannot_be_undone_they_wait_and_it_is_said(

@@ -177,7 +177,7 @@ def test_is_refused_before_its_batch_is_trained(
             r"A part takes another branch at .*test_late_branches.py:\d+ in (loss|damped) than", error
         )
         assert bool(by_weights) == kind.__name__.startswith("Damps"), error
-        assert f"Batch {LATE} was checked: training_step takes a branch in it that is new." in error
+        assert f"Batch {LATE} was checked because training_step took a new branch in it." in error
 
 
 @pytest.mark.by_day(1)
@@ -251,7 +251,7 @@ def warnings_of_dropped_layers(most: int) -> list[str]:
 
 def test_branches_that_are_always_new_are_checked_a_number_of_times(pool: WorkerPool) -> None:
     (told,), _ = pool.run(warnings_of_dropped_layers, 2, world_size=2, timeout=60)
-    assert told.startswith("training_step took branches that no check had seen in 2 batches"), told
+    assert told.startswith("In 2 batches training_step took branches that no check had seen."), told
 
 
 class Evaluates(Late):

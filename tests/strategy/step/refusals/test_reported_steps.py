@@ -353,7 +353,7 @@ REFUSED = [
     (SeedsAtItsEnd, r"test_reported_steps.py:\d+ in extra draws the same random numbers for every microbatch"),
     (SeedsTorch, r"test_reported_steps.py:\d+ in training_step draws the same random numbers for every microbatch"),
     (EvaluatesAgain, "SharpnessAware.step calls its closure several times"),
-    (UpdatesOverAll, "OverAll combines several parameters in an update"),
+    (UpdatesOverAll, "OverAll combines parameters in an update"),
     (Codebook, r"leaves a tensor in self.code, and the next step uses it, at .*extra.*num_microbatches=1"),
     (CountsAndCouples, r"The samples are coupled in .*test_reported_steps.py:\d+ in extra by `std`"),
     (CouplesBesideAMetric, r"The loss .*are coupled in .*test_reported_steps.py:\d+ in extra by `std`.*whole_batch"),
