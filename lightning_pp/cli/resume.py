@@ -105,9 +105,9 @@ def _attempt_without_store(named: str | None) -> int:
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + _restarts_by_slurm()
     if named is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         raise UserError(
-            "torchrun may start this job again (--max-restarts) on several nodes. Its processes would not find the "
-            "earlier run, because they cannot reach the store of its rendezvous. Give a folder that all nodes see, "
-            "hydra.run.dir=/data/run resume=auto; or --max-restarts 0."
+            "On several nodes torchrun may start this job again (--max-restarts). The new processes could not find "
+            "the earlier run, because they cannot reach the store of its rendezvous. Give a folder that all nodes "
+            "see, hydra.run.dir=/data/run resume=auto; or --max-restarts 0."
         )
     return _restarts_by_slurm()
 

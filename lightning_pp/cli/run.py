@@ -178,8 +178,8 @@ def _check_weights_are_named(mode: Mode, path: str | None) -> None:
     """Evaluating weights that nothing has trained is seldom meant, so it has to be said."""
     if mode is not Mode.fit and path is None:
         raise UserError(
-            f"mode={mode.value} needs a checkpoint: ckpt_path=PATH. To use the weights that the model begins with, "
-            f"random unless it reads them itself, set ckpt_path={INITIAL}"
+            f"mode={mode.value} needs a checkpoint: ckpt_path=PATH. To use the model's initial weights (random unless "
+            f"it reads them itself), set ckpt_path={INITIAL}"
         )
 
 

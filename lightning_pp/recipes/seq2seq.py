@@ -81,7 +81,7 @@ class SpanCorruptionDataModule(ByteTextDataModule):
         if num_spans < 1 or span_length < 1 or num_spans * (span_length + 1) > self.seq_len:
             raise ValueError(
                 f"data.num_spans={num_spans} of data.span_length={span_length} with a byte between them take "
-                f"{num_spans * (span_length + 1)} bytes, and data.seq_len={self.seq_len}"
+                f"{num_spans * (span_length + 1)} bytes. Lower one of them, or raise data.seq_len={self.seq_len}"
             )
         self.num_spans = num_spans
         self.span_length = span_length

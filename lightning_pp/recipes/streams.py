@@ -94,7 +94,7 @@ class StreamLoader(DataLoader[dict[str, Tensor]]):
         if number <= start:
             before = f", and {start} of them had been trained before" if start else ""
             raise ConfigurationError(
-                f"The stream has {number} batches of data.batch_size={self.batch_size} rows for a data-parallel "
+                f"The stream has {number} batches of data.batch_size={self.batch_size} rows for each data-parallel "
                 f"rank{before}, so there is none to read. Give more text, or smaller or fewer batches"
             )
 
@@ -185,8 +185,8 @@ class StreamDataModule(L.LightningDataModule):
     def _replica(self) -> tuple[int, int]:
         if self.trainer is None:
             raise ConfigurationError(
-                "StreamDataModule does not know how many data-parallel ranks share the stream, since it has no "
-                "trainer. Give it to one: trainer.fit(module, datamodule=data)"
+                "StreamDataModule has no trainer, so it does not know how many data-parallel ranks share the stream. "
+                "Give it to one: trainer.fit(module, datamodule=data)"
             )
         shared = self.trainer.distributed_sampler_kwargs
         if shared is None and self.trainer.world_size > 1:

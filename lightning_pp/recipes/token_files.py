@@ -137,7 +137,7 @@ class TokenFiles:
             )
         content: dict[str, Any] = json.loads((folder / INFO).read_text())
         if content.get("version") != VERSION:
-            raise ValueError(f"{folder / INFO} is of version {content.get('version')}, and this reads {VERSION}")
+            raise ValueError(f"{folder / INFO} has version {content.get('version')}, but this release reads {VERSION}")
         self.info = TokenInfo(**content)
         dtype = np.dtype(self.info.dtype).newbyteorder("<")
         lengths = {TOKENS: self.info.num_tokens * dtype.itemsize, OFFSETS: (self.info.num_documents + 1) * 8}

@@ -180,8 +180,8 @@ class TokenDataModule(L.LightningDataModule):
             rows = len(self._dataset(first, last)) if last > first else 0
             if not rows:
                 raise ValueError(
-                    f"{directory} has {number} documents, of which {last - first} are for {what} at "
-                    f"data.val_fraction={val_fraction}, and they fill no row of data.seq_len={seq_len}. Give more "
+                    f"{directory} has {number} documents. {last - first} of them are for {what} "
+                    f"(data.val_fraction={val_fraction}) and do not fill a row of data.seq_len={seq_len}. Give more "
                     "documents (lightning-pp-data --lines makes one of each line), or lower data.seq_len"
                 )
 

@@ -72,7 +72,7 @@ class TransformersModule(RecipeModule):
         if float8 not in (None, "tensorwise", "rowwise", "rowwise_with_gw_hp"):
             raise ValueError(f"float8={float8!r} is none of 'tensorwise', 'rowwise' and 'rowwise_with_gw_hp'")
         if float8 is not None and lora is not None:
-            raise ValueError("float8 and lora are both given. Adapters on float8 layers are not tried: leave one out")
+            raise ValueError("float8 and lora are both given, which has not been tested: leave one out")
         self.float8 = float8
         self.activation_checkpointing = activation_checkpointing
         self.model: Any = None  # a transformers PreTrainedModel, or a PeftModel around one, made in configure_model

@@ -115,5 +115,5 @@ def test_weights_that_do_not_fit(pool: WorkerPool, tmp_path: Path) -> None:
     assert "12 of the model's" in other and "are missing: model.transformer.h.2.ln_1.weight" in other
     assert "model.transformer.wte.weight ((64, 16) in the checkpoint, (65, 16) in the model)" in other
     assert f"The weights to start from, {tmp_path / 'nothing'}, do not exist (looked from " in missing
-    assert "Download a model of a hub first" in missing
+    assert "download a model of a hub first" in missing
     assert "holds no tensors by name" in nothing

@@ -196,7 +196,7 @@ def test_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="is not a folder of tokens.*lightning-pp-data"):
         TokenDataModule(str(tmp_path))
     write(tmp_path / "t", [20, 20])
-    with pytest.raises(ValueError, match="fill no row of data.seq_len=64"):
+    with pytest.raises(ValueError, match="do not fill a row of data.seq_len=64"):
         TokenDataModule(str(tmp_path / "t"), seq_len=64)
     with pytest.raises(ValueError, match="must be one of joined, masked, separate, packed"):
         TokenDataModule(str(tmp_path / "t"), seq_len=4, documents="apart")

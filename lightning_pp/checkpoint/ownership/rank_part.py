@@ -281,8 +281,8 @@ def with_added_groups(part: RankPart) -> RankPart:
         if len(set(numbers)) > 1:
             raise CheckpointError(
                 f"The ranks have {', '.join(map(str, numbers))} parameter groups in "
-                f"{type(part.optimizers[index]).__name__}: add_param_group was called on some of them only. Call it on "
-                "every rank. Where the stage has none of the parameters, the group is empty."
+                f"{type(part.optimizers[index]).__name__}: only some of them called add_param_group. Call it on every "
+                "rank, with an empty group where the stage has none of the parameters."
             )
         added = []
         for number in range(len(known), numbers[0]):

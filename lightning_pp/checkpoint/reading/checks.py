@@ -71,7 +71,7 @@ def check_num_optimizers(path: Location, num_saved: int, num_optimizers: int) ->
     if num_saved != num_optimizers:
         raise CheckpointError(
             f"{path} has the state of {num_saved} optimizers, but configure_optimizers returned {num_optimizers}; "
-            "return the optimizers that the checkpoint was saved with"
+            "return the same number as when the checkpoint was saved"
         )
 
 

@@ -62,8 +62,8 @@ def _open(path: Location, share: tuple[int, int]) -> tuple[Mapping[str, Any], Na
         if is_remote(path):
             raise CheckpointError(f"The weights to start from, {path}, do not exist; give the URL of a file or folder")
         raise CheckpointError(
-            f"The weights to start from, {path}, do not exist (looked from {Path.cwd()}). They are read from a path "
-            "of this machine. Download a model of a hub first"
+            f"The weights to start from, {path}, do not exist (looked from {Path.cwd()}). They are read from this "
+            "machine, so download a model of a hub first"
         )
     if path.suffix == ".safetensors":
         return map_safetensors(path), None

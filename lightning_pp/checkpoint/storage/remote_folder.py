@@ -52,9 +52,9 @@ def stage(path: UPath, save_id: str, trainer_state: bytes, table: Metadata) -> N
     for name, needed in sorted(sizes_needed(table).items()):
         if sizes.get(name, -1) < needed:
             raise CheckpointError(
-                f"{path / name} was just written by a rank, but the first rank cannot see it. Sharded checkpoints "
-                "need storage that all processes share, and each process has a memory:// of its own. Choose another "
-                "URL, or set save_distributed_checkpoint=False"
+                f"A rank has just written {path / name}, but the first rank cannot see it. Sharded checkpoints need "
+                "storage that all processes share, and each process has a memory:// of its own. Choose another URL, "
+                "or set save_distributed_checkpoint=False"
             )
     put(trainer_state, path / _trainer_state_name(save_id))
 

@@ -97,9 +97,8 @@ class ShardedSave:
             with fail_together(group):
                 if not staged.is_dir():
                     raise CheckpointError(
-                        f"{staged} was made by the first rank, but is not visible here. Sharded checkpoints need a "
-                        "file system that all nodes share. Choose a path on one, or set "
-                        "save_distributed_checkpoint=False"
+                        f"The first rank made {staged}, but this rank cannot see it. Sharded checkpoints need a file "
+                        "system that all nodes share. Choose a path on one, or set save_distributed_checkpoint=False"
                     )
             storage.save(self.entries, TyingWriter(staged, self.tied, self.order), group, self._blocks())
             with fail_together(group):

@@ -119,8 +119,8 @@ def _parquet() -> Any:
 def _open_dataset(path: Path, field: str, split: str | None) -> Any:
     if not any((path / name).is_file() for name in _DATASET):
         raise ConfigurationError(
-            f"{path} is a folder, but not a dataset that Dataset.save_to_disk wrote. For the files in it write "
-            f"{path}/*.txt"
+            f"{path} is a folder, but not a dataset that Dataset.save_to_disk wrote. For the files in it "
+            f"give {path}/*.txt"
         )
     try:
         from datasets import DatasetDict, load_from_disk

@@ -111,7 +111,7 @@ def _model(
         )
     if any(".base_layer." in name for name in opened.content["state_dict"]):  # as PEFT names layers that it wraps
         raise ConfigurationError(
-            "the checkpoint holds a model of PEFT, and from_pretrained does not know its names. So the export needs a "
+            "the checkpoint holds a model of PEFT, whose names from_pretrained does not know. So the export needs a "
             f"module that wraps this model, but {why}. Or give a target FILE.safetensors to write the tensors under "
             "these names"
         )

@@ -192,7 +192,7 @@ class Costs:
         """
         if self.are_alone and not cut.is_measured:
             raise UserError(
-                f"costs={self._path} has times of units that ran alone, but not of all units of this model. Measure "
+                f"costs={self._path} has times of units that ran alone, but not of every unit of this model. Measure "
                 "again with lightning-pp-plan --measure"
             )
         if self._measured is None or cut.is_measured:

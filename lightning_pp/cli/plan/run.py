@@ -197,8 +197,8 @@ def _look(request: Request, cutter: ModelCutter, console: Console, tell: Callabl
     costs = Costs(request.speed, request.costs, options.cut, times)
     if costs.are_alone and cutter.sizes.tensor > 1:
         raise UserError(
-            f"strategy.tensor_parallel_size={cutter.sizes.tensor} cuts matrices of units, but units that run alone are "
-            "whole. Leave out measure= and costs=, and times are estimated"
+            f"Units are measured whole, but strategy.tensor_parallel_size={cutter.sizes.tensor} cuts their matrices. "
+            "Leave out measure= and costs= to plan with estimated times"
         )
     limit = request.limit_bytes
     cut = cutter.split(cutter.placement())

@@ -70,7 +70,7 @@ def test_optimizers_that_need_whole_matrices_are_refused_as_in_training(monkeypa
 
 
 def test_units_that_run_alone_are_refused() -> None:
-    with pytest.raises(UserError, match="tensor_parallel_size=2 cuts matrices of units, but units that run alone"):
+    with pytest.raises(UserError, match="Units are measured whole, but strategy.tensor_parallel_size=2 cuts"):
         planned(*TENSOR, "measure=true")
 
 

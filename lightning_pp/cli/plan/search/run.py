@@ -142,14 +142,14 @@ def _space(config: DictConfig, request: Request, key: str | None, num_replicas: 
     num_samples = config.samples_per_step or batch_size * (num_replicas or 0)
     if key is not None and OmegaConf.select(config, key) != batch_size:
         raise UserError(
-            f"{key}={OmegaConf.select(config, key)}, but the first batch has {batch_size} samples. With "
-            "batch_size_key=NAME name the field of the configuration that sets a replica's batch size (a name that "
-            "does not exist keeps the number of replicas)"
+            f"{key}={OmegaConf.select(config, key)}, but the first batch has {batch_size} samples. Name the field of "
+            "the configuration that sets a replica's batch size: batch_size_key=NAME. With a name that does not "
+            "exist, the number of replicas is kept"
         )
     if key is None and num_samples != batch_size * (num_replicas or 0):
         raise UserError(
-            f"samples_per_step={num_samples}, but {num_replicas} replicas with batches of {batch_size} samples "
-            f"have another number. It cannot be changed, because {config.batch_size_key} is not in the configuration"
+            f"samples_per_step={num_samples}, but {num_replicas} replicas read {batch_size * (num_replicas or 0)}, "
+            f"{batch_size} each. The batch size cannot be set: {config.batch_size_key} is not in the configuration"
         )
     names = config.schedules or [name for name in known_schedules() if not schedule_family(name).is_search]
     devices = request.num_devices
