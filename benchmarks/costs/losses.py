@@ -3,8 +3,9 @@
 Two processes run a small GPT as a pipeline of two stages and eight microbatches through ``Trainer``: with a cross
 entropy of torch, with a masked mean by hand, and with a mean of a loop over samples. Each training is run with
 corrections and check, without the check, and without both (corrections taken out for this benchmark: the loss is then
-not that of one device). Times are CPU times of the main thread of the last stage; runs take turns, medians of all steps
-after the first four.
+not that of one device). With --rehearsals also with other ways to count: a rehearsal for each microbatch, and one for
+each batch (of a microbatch, which is less than one of the batch; its counts stand for all). Times are CPU times of the
+main thread of the last stage; runs take turns, medians of all steps after the first four.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/costs/losses.py
 """
@@ -19,6 +20,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as L
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineParallelStrategy
+from lightning_pp.strategy.batch.counting import StepCounting
 from lightning_pp.strategy.batch.scaling import BatchScaling, ScaledBatch
 
 WORDS, LENGTH, BATCH, MICROBATCHES = 256, 64, 32, 8
@@ -96,6 +99,23 @@ def uncorrected() -> Iterator[None]:
         BatchScaling.start_counting = start_counting  # type: ignore[method-assign]
 
 
+@contextmanager
+def rehearsed(most: int) -> Iterator[None]:
+    """Within, so many microbatches of a batch are rehearsed to count, the others count what the first does."""
+    count = StepCounting.count
+
+    def by_rehearsal(self: Any, steps: Any, index: int, *given: Any) -> Any:
+        if index < most:
+            self.last = count(self, replace(steps, state=None), index, *given)  # without a state no trace is used
+        return self.last
+
+    StepCounting.count = by_rehearsal  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        StepCounting.count = count  # type: ignore[method-assign]
+
+
 def run(loss: str, width: int, num_blocks: int, num_steps: int, *, checks: bool) -> list[float]:
     """Times of the steps of one training."""
     torch.manual_seed(0)
@@ -122,6 +142,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--rehearsals", action="store_true")
+    parser.add_argument("--losses", nargs="+", default=["cross entropy", "masked mean", "loop"])
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_pp"):
@@ -129,7 +151,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tell = print if os.environ.get("RANK") == "1" else lambda *_, **__: None
     tell(f"{'loss':<16}{'without':>10}{'with':>10}{'ratio':>8}   first two batches: without, with, and checked (ms)")
-    for loss in ("cross entropy", "masked mean", "loop"):
+    for loss in arguments.losses:
         found: dict[str, list[list[float]]] = {"without": [], "with": [], "checked": []}
         for _ in range(arguments.runs):
             shape = (loss, arguments.width, arguments.blocks, arguments.steps)
@@ -137,11 +159,15 @@ def main() -> None:
                 found["without"].append(run(*shape, checks=False))
             found["with"].append(run(*shape, checks=False))
             found["checked"].append(run(*shape, checks=True))
+            for most in (1, MICROBATCHES) if arguments.rehearsals else ():
+                with rehearsed(most):
+                    found.setdefault(f"rehearsals: {most}", []).append(run(*shape, checks=False))
         later = {key: statistics.median(step for steps in runs for step in steps[4:]) for key, runs in found.items()}
         first = {key: statistics.median(sum(steps[:2]) for steps in runs) for key, runs in found.items()}
         tell(
             f"{loss:<16}{later['without']:>10.2f}{later['with']:>10.2f}{later['with'] / later['without']:>8.3f}   "
-            f"{first['without']:.0f}, {first['with']:.0f}, {first['checked']:.0f}",
+            f"{first['without']:.0f}, {first['with']:.0f}, {first['checked']:.0f}"
+            + "".join(f"   {key}: {time:.2f}" for key, time in later.items() if ":" in key),
             flush=True,
         )
 

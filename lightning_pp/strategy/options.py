@@ -105,8 +105,9 @@ class StrategyOptions(MeshStrategy):
             elementwise optimizers (AdamW, SGD, ...).
         whole_batch_loss: Run the code after the last unit once, on the joined outputs of all microbatches. Needed for a
             loss that is not a mean or sum over samples, such as an in-batch contrastive loss. With any schedule, every
-            rank then runs all forwards first and holds all microbatches; ``lightning-pp-plan`` shows the cost. By
-            default that code runs once per microbatch.
+            rank then runs all forwards first and holds all microbatches; ``lightning-pp-plan`` shows the cost. With
+            several replicas it runs on each replica's batch, and gradients are averaged, as under DDP. By default that
+            code runs once per microbatch, and means and sums are those of the batch of all replicas.
         check_first_batches: Run part of the first batches both in one piece and in two, forward only, and compare. This
             checks the first two batches of a fit, the first of validation, test and prediction, and later ones in which
             the step takes a new branch. A difference in loss or changed attributes ends a fit, other differences cause
