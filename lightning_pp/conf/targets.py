@@ -42,8 +42,8 @@ _NEVER = (
     *("transformers.dynamic_module_utils", "transformers.cli"),
 )
 _ANOTHER_CLASS = (
-    "Perhaps it belongs to the class that _target_ named before. With data=own or recipe=own a class of yours begins "
-    "without arguments. ~data.NAME or ~model.NAME removes one"
+    "Arguments of the class that _target_ named before are kept: remove one with ~data.NAME or ~model.NAME, or begin "
+    "without arguments by data=own or recipe=own"
 )
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 

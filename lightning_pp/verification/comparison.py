@@ -135,8 +135,8 @@ def tolerance_of(dtype: object) -> float:
 
 
 _OTHER_BATCHES = (
-    "Known cause: the two trainings read other batches. Either a loader, sampler or dataset draws from something that "
-    "the run's seed does not set. Or it keeps what a resume on one device does not restore, such as an order that it "
+    "Known cause: the two trainings read other batches. A loader, sampler or dataset draws from a generator that the "
+    "run's seed does not set, or keeps state that a resume on one device does not restore, such as an order that it "
     "shuffles in place."
 )
 
@@ -148,15 +148,15 @@ def causes(expected: Facts, found_by_rank: Facts, first: Difference) -> list[str
     told = [text for text in found_by_rank.warnings if text not in expected.warnings]
     found = [f"The pipeline warned: {text}" for text in told]
     if expected.draws:
-        found.append("Known cause: a step draws random numbers (dropout as a function, noise), others in a pipeline.")
+        found.append("Known cause: a step draws random numbers (functional dropout, noise), others in a pipeline.")
     if tolerance_of(expected.loss_dtype) > TOLERANCES[torch.float64]:
         found.append(
             f"Known cause: the loss is {expected.loss_dtype}; sums in another order round differently, and updates "
-            "make it more."
+            "increase the difference."
         )
     return found or [
         "No cause is known. Look at what the step reads besides its batch: trainer.world_size, counters and attributes "
-        "that every microbatch moves."
+        "that every microbatch changes."
     ]
 
 

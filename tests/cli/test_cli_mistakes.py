@@ -56,7 +56,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "checkpoint": (["mode=test", "ckpt_path=nope.ckpt"], ["ckpt_path=nope.ckpt does not exist"]),
     "argument of another class": (
         ["data._target_=lightning_pp.recipes.images.ImageDataModule"],
-        ["got an unexpected keyword argument 'files'. Perhaps it belongs to the class that _target_", "data=own"],
+        ["got an unexpected keyword argument 'files'. Arguments of the class that _target_", "data=own"],
     ),
     "schedule": (["strategy.schedule=zb_h9"], ["zb_h9", "zb_h1"]),
     "no GPU": (

@@ -207,9 +207,9 @@ class MeshStrategy(ParallelStrategy):
             return
         if self.global_rank == self.num_processes - 1 and self.node_rank != 0:
             warnings.warn(
-                f"Rank {self.global_rank} is on node {self.node_rank}: the launcher deals ranks out over the nodes in "
-                "turn. Groups that shard parameters have consecutive ranks, so they cross nodes, while each pipeline "
-                "stays inside a node. Have the launcher fill one node after the other (srun --distribution=block).",
+                f"Rank {self.global_rank} is on node {self.node_rank}: the launcher distributes ranks over the nodes "
+                "in turn. Groups that shard parameters have consecutive ranks, so they cross nodes, while pipelines do "
+                "not. Have the launcher fill one node after the other (srun --distribution=block).",
                 stacklevel=2,
             )
         if self.global_rank == 0 and self.num_processes % self.sizes.tensor:

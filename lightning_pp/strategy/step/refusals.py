@@ -121,7 +121,7 @@ def refuse_unrecorded(step: str, failure: Failure | None, options: PipelineOptio
         options: The strategy's.
 
     Raises:
-        ConfigurationError: What the step holds in memory has to be known.
+        ConfigurationError: The memory of the step has to be known.
     """
     if failure is None:
         return
@@ -134,7 +134,7 @@ def refuse_unrecorded(step: str, failure: Failure | None, options: PipelineOptio
         if is_set:
             raise ConfigurationError(
                 f"{step} raised {failure} when it was run before training to find the stages, but {option} needs to "
-                "know what the step holds in memory. If a hook sets what the step needs, set it in __init__ or setup()."
+                "know its memory. If a hook sets what the step needs, set it in __init__ or setup()."
             ) from failure.error
     rank_zero_info(
         f"{step} raised {failure} when it was run before training to find the stages. If a hook sets what the step "

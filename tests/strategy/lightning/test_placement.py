@@ -43,7 +43,7 @@ def test_shards_stay_on_a_node_and_the_pipeline_crosses(pool: WorkerPool) -> Non
     ("node_of_rank", "sizes", "rank", "said"),
     [
         ([0, 0, 1, 1], {"pipeline_parallel_size": 1}, 0, "data_parallel_replicate_size=2 keeps them inside"),
-        ([0, 1, 0, 1], {"pipeline_parallel_size": 2}, 1, "Rank 1 is on node 1: the launcher deals ranks out"),
+        ([0, 1, 0, 1], {"pipeline_parallel_size": 2}, 1, "Rank 1 is on node 1: the launcher distributes ranks"),
     ],
 )
 def test_shards_across_nodes_are_told_once(
