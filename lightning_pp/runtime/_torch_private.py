@@ -29,7 +29,7 @@ _run_engine: Callable[..., Any] = private("torch.autograd.graph._engine_run_back
 
 
 def run_backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
-    """``torch.autograd.backward(roots, gradients)`` without the look at them in Python that it begins with.
+    """``torch.autograd.backward(roots, gradients)`` without its first checks of them in Python.
 
     It is a sixth of the Python of an action of a pipeline (``benchmarks/steps/emulated.py``).
 

@@ -64,7 +64,7 @@ class DeferredFloat8(Function):
 def replace_float8(
     original: Callable[..., Any], is_deferrable: Callable[[Tensor, Any], bool]
 ) -> Callable[[Tensor, Tensor, Any, Any], Any]:
-    """What stands in the place of ``matmul_with_hp_or_float8_args.apply``, which is given ``weight.t()``."""
+    """Replaces ``matmul_with_hp_or_float8_args.apply``, which gets ``weight.t()``."""
     apply: Callable[..., Any] = super(Function, DeferredFloat8).apply
 
     def float8_product(input: Tensor, weight: Tensor, mm_config: Any, config: Any) -> Any:

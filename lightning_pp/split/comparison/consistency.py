@@ -87,7 +87,7 @@ class Seen:
 
     Attributes:
         share: Share of the samples, with which values that grow with the batch are made to stand for all of it.
-        units: Name of a unit, and the how-manieth of its calls, to the tensors it was given and gave.
+        units: Name of a unit and number of its call, to its argument and result tensors.
         functions: Outside of units: name, line, tensors given and given back of each torch function.
         moved: Names of the buffers that the step wrote into.
         auxiliary: Of a part: puts in the auxiliary losses of the whole.
@@ -102,7 +102,7 @@ class Seen:
     origins: Set[int] = frozenset()
 
     def follow(self, outputs: Any) -> None:
-        """Only what ``outputs`` come from is looked at."""
+        """Considers only what ``outputs`` depend on."""
         self.origins = _origins_of(outputs)
 
 
@@ -152,7 +152,7 @@ class _Functions(OutsideUnits):
 
 
 def _origins_of(tree: Any) -> frozenset[int]:
-    """Which of the functions that ran between units the tensors in ``tree`` come from, by their places."""
+    """The functions between units that the tensors in ``tree`` depend on, by their places."""
     return frozenset[int]().union(*(getattr(tensor, _ORIGINS, ()) for tensor in tensors_of(tree)))
 
 
@@ -181,7 +181,7 @@ def _as_now(tree: Any) -> list[Tensor]:
 
 
 def _of_whole(tensors: Sequence[Tensor], share: float) -> list[Tensor]:
-    """``tensors`` of a part, those that grow with the batch made to stand for the whole."""
+    """``tensors`` of a part, scaled to the whole if they grow with the batch."""
     return [tensor if not degree_of(tensor) else tensor * share ** -degree_of(tensor) for tensor in tensors]
 
 

@@ -93,7 +93,7 @@ class _Watch(OutsideUnits):
         self._frames.clear()
 
     def _follow(self) -> None:
-        """Begins with the frames that run now, and goes on with those that they call."""
+        """Begins with the running frames, and continues with those that they call."""
         if sys.gettrace() is not None:
             return
         frame = inspect.currentframe()

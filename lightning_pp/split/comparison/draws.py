@@ -57,7 +57,7 @@ class Draws:
 
         Args:
             stretch: What draws.
-            index: The how-manieth tensor of it.
+            index: Number of the tensor.
             tensor: What the part has drawn.
             generator: What it is drawn from; None for the default generator.
             state: Of ``generator``, before the draw.

@@ -133,7 +133,7 @@ def batch_size_of(batch: Any, batch_dim: BatchDim = None) -> int | None:
 
 
 def _samples_of(batch: Any, batch_dim: BatchDim) -> tuple[int | None, dict[int, int]]:
-    """The number of samples, and the dimension along which they lie in the tensors that ``batch_dim`` names, by id."""
+    """The number of samples, and their dimension in the tensors that ``batch_dim`` names, by id."""
     dims = dims_of_samples(batch, batch_dim)
     number = num_listed_samples(batch)
     if number is None:

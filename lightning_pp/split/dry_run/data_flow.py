@@ -50,7 +50,7 @@ _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 @dataclass
 class ValueRead:
-    """A weight-dependent value that Python looked at (``.item()``, ``if tensor:``) outside any unit."""
+    """A weight-dependent value that Python read (``.item()``, ``if tensor:``) outside units."""
 
     line: str
     sources: frozenset[Source]
@@ -76,15 +76,15 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         call: The unit call that is running, None in inter-unit code.
         num_calls: Unit calls so far.
         own_parameters: Names of the parameters of the running unit.
-        call_reads_data: Whether the running call has looked at a value of a fake.
-        call_looks: Whether it has looked at a value that the step was given, or made a shape of it.
+        call_reads_data: Whether the running call has read a value of a fake.
+        call_looks: Whether it has read a value of the step's arguments, or made a shape from it.
         value_reads: Where inter-unit code did.
         looks_in_python: Whether Python looked at such a value in inter-unit code (``mask.all()``).
         shapes_of_values: Before which unit calls, by number, inter-unit code made shapes of such values (``x[mask]``).
-        num_looks: How often it looked at values, those of constants among them.
+        num_looks: How often it read values, including constants.
         edited: Unit outputs, and results of operations between units, that code after them writes into.
         inter_unit_draws: Calls after which inter-unit code draws random numbers, up to the next; -1: before the first.
-        branches_at_random: Whether Python looked at a number that inter-unit code drew.
+        branches_at_random: Whether Python read a number that inter-unit code drew.
         gradient_hooks: For each hook that inter-unit code put on a weight-dependent tensor, the line, and the unit
             calls before the tensor was made; the call itself for a unit's output.
         edits_batch: Whether the step wrote into memory that it did not make.
@@ -238,7 +238,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         return found | self._written[storage] if storage in self._written else found
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Records that Python looks at the content of ``tensor``, and returns something for it to see."""
+        """Records that Python reads the content of ``tensor``, and returns a substitute."""
         self._note(self.sources_of(tensor))
         if self.call is None:
             self.value_reads.append(ValueRead(user_line(), self.origins_of(tensor), self.num_calls))
@@ -262,7 +262,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         return self.read(tensor).data_ptr()
 
     def look(self, tensor: Tensor) -> None:
-        """Records that Python looks at the content of ``tensor``, which is there."""
+        """Records that Python reads the content of ``tensor``, which is not a fake."""
         self.num_looks += self.call is None
         if storage_of(tensor) not in self._constants:
             self._note_look(is_in_python=True)
@@ -349,7 +349,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
         return result
 
     def _weights_of(self, tensor: Tensor) -> frozenset[Source]:
-        """Where the weights of a norm come from."""
+        """The sources of a norm's weights."""
         return self.sources_of(tensor) | self._repeated.get(self._memory_of(tensor) or 0, NOTHING)
 
     def _mark(self, tensor: Tensor, sources: frozenset[Source]) -> None:
@@ -440,7 +440,7 @@ class DataFlow(OperationsMode):  # type: ignore[no-untyped-call]
             self.shapes_of_values.add(self.num_calls)
 
     def _note_memory(self, func: Any, inputs: list[Tensor], result: Any) -> None:
-        """A result that is no view of an argument lies in memory of the step's own."""
+        """A result that is no view of an argument has its own memory."""
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         made = {storage_of(tensor) for tensor in tensors}
         given = {storage_of(tensor) for tensor in inputs}

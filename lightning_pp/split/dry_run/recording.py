@@ -196,7 +196,7 @@ class DryRun:
             flow.restore()  # after a failure as well, for the step may be tried again
 
     def lines_of_value_reads(self) -> list[str]:
-        """Where code outside units has looked at a weight-dependent value, in this attempt or the one before."""
+        """Lines outside units that read a weight-dependent value, in this attempt or the previous one."""
         return list(dict.fromkeys([*self._earlier_reads, *(read.line for read in self._flow.value_reads)]))
 
     def need_at_end(self, value: Any, place: str | None = None) -> None:
@@ -349,7 +349,7 @@ class DryRun:
                 flow.reads = reads
 
     def _on_operation(self, number: int, place: OperationPlace, given: list[Tensor], result: Tensor) -> Tensor:
-        """Has the result of an operation between units, if another stage could receive it, stand for its sources."""
+        """Replaces the sources of a result between units by the result, if another stage could receive it."""
         flow = self._flow
         storage = storage_of(result)
         if (
@@ -493,7 +493,7 @@ class DryRun:
         _add(self._end, self.record.tail)
 
     def _run(self, call: UnitCall, run_unit: Callable[[], Any], side_effects: SideEffectWatch) -> Any:
-        """What the unit returns for fakes, or for made-up data if it looks at data."""
+        """The unit's result for fakes, or for made-up data if it reads data."""
         flow = self._flow
         kind = type(self._units[call.unit])
         self._unknown = {}

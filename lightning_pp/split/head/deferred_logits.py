@@ -66,7 +66,7 @@ class DeferredHead:
     Attributes:
         name, num_classes: Of the head.
         hidden: What the head was called with, or a share of its logits: [..., D] with N rows.
-        sources: Where the values of the logits come from.
+        sources: Sources of the logits.
     """
 
     name: str

@@ -84,7 +84,7 @@ def applied(pointwise: Pointwise, logits: Tensor) -> Tensor:
 
 
 def is_head(unit: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether ``unit`` is a linear layer as torch has it, which parts can stand for."""
+    """Whether ``unit`` is torch's linear layer, which parts can replace."""
     return (
         type(unit) is nn.Linear
         and parameters_of(unit).get("weight") is not None

@@ -99,7 +99,7 @@ class _LeastCrossing:
             self._parameters[stage] |= call.reads.parameters.keys()
 
     def found(self) -> Crossing | None:
-        """The crossing; None if a gradient would have to go where the value did not come from."""
+        """The crossing; None if a gradient would have to go to another stage than the value's source."""
         needed: list[set[Value]] = [set() for _ in range(self._num_stages)]
         for reads, stage in _readers(self._record, self._stage_of_call, self._num_stages):
             needed[stage] |= reads.nearest
@@ -122,7 +122,7 @@ class _LeastCrossing:
         return self._stages[value.leaf]
 
     def _least_for(self, stage: int, needed: Collection[Value]) -> set[Value]:
-        """For each needed value itself, or in its place what it is computed from, whichever has fewer bytes."""
+        """For each needed value: itself, or the values that it is computed from, whichever has fewer bytes."""
         operations = self._record.operations
         values: set[Value] = set()
         waiting = list(needed)

@@ -91,4 +91,4 @@ def _targets() -> dict[Any, Product]:
 
 
 TARGETS: Mapping[Any, Product] = _targets()
-"""By what stands for them in a captured graph: a function, or the name of a method."""
+"""By their target in a captured graph: a function, or the name of a method."""

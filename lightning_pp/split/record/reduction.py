@@ -43,7 +43,7 @@ class Site(NamedTuple):
     """A call in the user's code.
 
     Attributes:
-        code: The function that it stands in.
+        code: The function that contains it.
         position: Where in its source: lines and columns, or the line alone on Python 3.10.
         function: The name of what is called.
     """
@@ -88,13 +88,13 @@ class Reduction:
         is_countable: Whether it is known what the mean divides by.
         is_counted: Whether what it divides by depends on values of its target.
         depends_on_weights: Whether its result does, and not on the batch alone.
-        given: Shapes of the tensors that it is given.
+        given: Shapes of its argument tensors.
         of_samples: Which of them were made of samples by weights: outputs of units, or what was made of these.
         of_selected: Whether one of them has, or is made of, rows that values select (``h[mask]``).
         of_counted: Whether it may be rows up to a number that Python has of the batch (``h[: int(mask.sum())]``).
         of_first: Of rows up to a number that is larger than that of the rows (``h[:4]`` of 2): both; None for none.
         result: Shape of its result; None where that is no tensor.
-        numbers: Python numbers that it is given beside tensors.
+        numbers: Python numbers among its arguments.
         value: Its result, where that depends on the batch alone.
     """
 

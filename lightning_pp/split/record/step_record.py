@@ -387,7 +387,7 @@ class StepRecord:
         may_branch_at_random: Whether Python may look at such a number, so that another draw may call other units.
         depends_on_batch_values: Whether values that the step was given (the batch, buffers) may decide which units are
             called, or a shape.
-        num_looks: How often code outside units looked at values that are there, those of constants among them.
+        num_looks: How often code outside units read values that are not fakes, including constants.
         reads_progress: Whether the step may depend on how far the training is.
         value_reads_in_tail: Lines that read a weight-dependent value (``.item()``) after the last call.
         early_reads: Indices of the calls after such a line, all on the last stage, to the error where they are not.

@@ -35,7 +35,7 @@ class RowOrders:
     """The order of a batch's rows, if there are several for each sample; found in the first such batch.
 
     Attributes:
-        is_seen: Whether a batch has been looked at.
+        is_seen: Whether a batch has been inspected.
         by_sample: Rows for each sample, to whether those of one sample stand together. Otherwise the first rows of all
             samples come first, then the second ones, as in ``torch.cat([view_1, view_2])``.
     """

@@ -12,7 +12,7 @@ class OperationWork(NamedTuple):
 
     Attributes:
         name: Of the operation, as torch has it.
-        operands: Shape and dtype of each tensor that it is given.
+        operands: Shape and dtype of each argument tensor.
         flops: Floating point operations of its forward.
         has_weight: Whether an operand is a parameter.
         num_bytes: Read and written in F.

@@ -25,9 +25,9 @@ class Fact:
 
     Attributes:
         call: The call, as the run on fewer samples has noted it, without its value.
-        over_rows: Whether it reduces over samples: what it is given grows with the batch, and its result does not.
+        over_rows: Whether it reduces over samples: its arguments grow with the batch, and its result does not.
         is_counted: Whether it has to be counted, microbatch by microbatch, because values of the batch decide.
-        degrees: Of the numbers that it is given beside tensors; None where one grows, but not as a power.
+        degrees: Of the numbers among its arguments; None for one that grows, but not as a power.
         adds_samples: Whether it adds to a sum, sample by sample, in a loop over samples.
         alike: Shapes that it was given, and its result's, where both runs had the same although it reduces rows that
             values of the batch select; empty where they differed, or no value does.

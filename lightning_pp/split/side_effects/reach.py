@@ -42,7 +42,7 @@ class Reached:
 
     @property
     def is_changed(self) -> bool:
-        """Whether entries were added, removed or replaced; what entries hold themselves is not looked at."""
+        """Whether entries were added, removed or replaced; the content of entries is not compared."""
         now, before = self.container, self.content
         if len(now) != len(before) or not before:
             return len(now) != len(before)

@@ -98,7 +98,7 @@ class SideEffectWatch:
         ``mark`` marks a tensor; ``passed_on`` is its place among the arguments, if it is one of them.
 
         Raises:
-            ChangingHookError: A hook changes what it was given.
+            ChangingHookError: A hook changes its arguments.
         """
 
         def note(tree: Any, unknown: Mapping[int, UnknownNumber] = MappingProxyType({})) -> tuple[Any, Any]:

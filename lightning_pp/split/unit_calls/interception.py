@@ -52,7 +52,7 @@ def gives_value(result: Any) -> bool:
 
 
 class StandingBy(partial[Any]):
-    """The ``forward`` of a unit that does not run, since another one that does the same has run."""
+    """The ``forward`` of a unit that does not run, because an equivalent one has run."""
 
 
 class OutsideUnits(TorchFunctionMode):

@@ -67,7 +67,7 @@ class StepWatch(OperationsMode):  # type: ignore[no-untyped-call]
         return result
 
     def note_look(self, *_: Any) -> None:
-        """Code has looked at a value that is there."""
+        """Code has read a value that is not a fake."""
         if running_unit():
             self.looks_in_units += 1
         else:

@@ -36,8 +36,8 @@ class OperationCalls(OutsideUnits):
     """A context that follows the operations between units; a new one for each run of a step.
 
     Args:
-        number_of: Gives the number of an operation; None for one that is not known.
-        on_operation: Called with each one that is known.
+        number_of: Returns the number of an operation; None for an unknown one.
+        on_operation: Called with each known one.
         note_function: Gets the name of each function that returns a tensor, and what is taken in its place, if that
             is another; what backward runs again has to be given the same.
         on_other: Called with each operation on values that is not known.

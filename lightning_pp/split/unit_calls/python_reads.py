@@ -34,7 +34,7 @@ class PythonReads(TorchFunctionMode):
         is_missing: Whether a tensor's data are missing.
         read: Returns a real tensor of the same shape.
         address: Where data for a fake lie.
-        on_look: Told of a tensor that is looked at and has its data.
+        on_look: Called with a tensor that is read and has its data.
         on_gradient_hook: Told of a tensor that gets a hook on its gradient.
         in_one_piece: Makes a context for functions that multiply by weights in a way that is not deferred.
     """

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def refuse_code_zero(exception: BaseException, rank: int) -> None:
-    """Has ``exit()`` and ``exit(0)`` within a run end the process with 1, since what it is part of is not finished.
+    """Makes ``exit()`` and ``exit(0)`` within a run end the process with 1, because the run is not finished.
 
     ``exception`` has ended the run on ``rank``.
     """

@@ -110,7 +110,7 @@ class StageGradients:
         return_freed_memory()
 
     def dry(self) -> AbstractContextManager[None]:
-        """In the block, unit calls gather nothing, since fakes stand in for their parameters."""
+        """In the block, unit calls gather nothing, because fakes replace their parameters."""
         return self._units.paused() if isinstance(self._units, ShardedUnits) else nullcontext()
 
     @property
