@@ -4,6 +4,7 @@ Usage, from the root of the repository:
 
     python benchmarks/planning/schedules.py published       # hand-made and searched schedules beside the papers'
     python benchmarks/planning/schedules.py optimality      # auto beside the optima of random small problems
+    python benchmarks/planning/schedules.py ablation        # auto without each of its parts
     python benchmarks/planning/schedules.py time            # CPU seconds of the search on one core
     python benchmarks/planning/schedules.py scale           # every family at 1,024 ranks and 4,096 microbatches
     python benchmarks/planning/schedules.py whole_batch     # what whole_batch_loss costs every schedule
@@ -13,15 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
+import random
 import resource
+import statistics
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from lightning_pp.schedule import Schedule, StageCosts, available_schedules, build_schedule
 from lightning_pp.schedule.registry import schedule_family
+from lightning_pp.schedule.search import auto
 
 PROFILES = Path(__file__).parents[2] / "tests" / "schedule" / "published_profiles.json"
 OPTIMA = PROFILES.with_name("optima.json")
@@ -57,33 +65,83 @@ def show(label: str, published: float, schedule: Schedule, costs: StageCosts, se
     )
 
 
-def published(most_microbatches: int) -> None:
-    """Our bubbles beside the published ones, same definition, same memory."""
+def published_rows() -> Iterator[tuple[str, str, float, dict[str, Any]]]:
+    """Label, schedule, published bubble and request of each row."""
     profiles = json.loads(PROFILES.read_text())
     for row in profiles["one_chunk_per_rank"]:
         p, m = row["stages"], row["microbatches"]
-        if m > most_microbatches:
-            continue
         costs = costs_of(row, held=held_after_input(profiles["architectures"][row["model"]]))
         for key, limit in (("zb_1p", p), ("zb_2p", 2 * p)):
-            begin = time.process_time()
-            schedule = build_schedule("auto", num_ranks=p, num_microbatches=m, costs=costs, memory_limit=limit)
-            seconds = time.process_time() - begin
-            show(f"{key} {row['model']} p={p} m={m}", row["bubble"][key], schedule, costs, seconds)
+            request = {"num_ranks": p, "num_microbatches": m, "costs": costs, "memory_limit": limit}
+            yield f"{key} {row['model']} p={p} m={m}", "auto", row["bubble"][key], request
     for row in profiles["two_chunks_per_rank"]["rows"]:
         p, m = row["ranks"], row["microbatches"]
-        if m > most_microbatches:
-            continue
         requests = [("auto", "zb_v", row["bubble"]["zb_v"], 2 * p)]
         if (p, m) == (32, 96):
             requests += [("v_half", "v_half", 0.181, 2 * ((p + 2) // 2)), ("v_min", "v_min", 0.311, 2 * ((p + 4) // 3))]
         for name, label, bubble, limit in requests:
-            costs = costs_of(row)
-            begin = time.process_time()
-            schedule = build_schedule(
-                name, num_ranks=p, num_microbatches=m, stages_per_rank=2, costs=costs, memory_limit=limit
-            )
-            show(f"{label} p={p} m={m}", bubble, schedule, costs, time.process_time() - begin)
+            request = {"num_ranks": p, "num_microbatches": m, "stages_per_rank": 2, "costs": costs_of(row)}
+            yield f"{label} p={p} m={m}", name, bubble, {**request, "memory_limit": limit}
+
+
+def published(most_microbatches: int) -> None:
+    """Our bubbles beside the published ones, same definition, same memory."""
+    for label, name, bubble, request in published_rows():
+        if request["num_microbatches"] > most_microbatches:
+            continue
+        begin = time.process_time()
+        schedule = build_schedule(name, **request)
+        show(label, bubble, schedule, request["costs"], time.process_time() - begin)
+
+
+def uneven_requests() -> Iterator[dict[str, Any]]:
+    """Random problems of 2 to 8 ranks, whose stages are of any length, alike with a long last one, or nearly alike."""
+    for number, sizes, microbatches in ((48, range(2, 5), range(4, 9)), (16, (4, 8), (16, 32))):
+        draw = random.Random(7)
+        for index in range(number):
+            p, m, v = draw.choice(sizes), draw.choice(microbatches), 1 + index % 2
+            means, low, high, head = (
+                ((10.0, 10.0, 10.0), 0.5, 2.0, 1.0),
+                ((10.0, 10.5, 8.0), 0.95, 1.05, 1.4),
+                ((10.0, 10.5, 8.0), 0.8, 1.2, 1.0),
+            )[index // 2 % 3]
+            times = [[round(mean * draw.uniform(low, high), 2) for _ in range(p * v)] for mean in means]
+            for kind in times:
+                kind[-1] *= head
+            limit = draw.choice([None, p * v, 1.5 * p * v, 2 * p * v])
+            costs = StageCosts(times[0], times[1], times[2], p2p=0.5, held_after_input=0.6)
+            yield {"num_ranks": p, "num_microbatches": m, "stages_per_rank": v, "costs": costs, "memory_limit": limit}
+
+
+def ablation() -> None:
+    """What each part of the search is for: published rows, bubbles and CPU seconds without it."""
+    parts: dict[str, AbstractContextManager[Any]] = {
+        "nothing": nullcontext(),
+        "moves uphill (annealing)": patch.object(auto, "_TEMPERATURES", (0.0,)),
+        "all moves": patch.object(auto, "_MIN_CLIMBING_STEPS", math.inf),
+        "justification": patch.object(auto, "justify", lambda problem, orders, *_, **__: orders),
+        "moves and justification": patch.object(auto, "_improved", lambda *_: []),
+        "greedy constructions": patch.object(auto, "_greedy_candidates", lambda *_: iter(())),
+    }
+    rows = [(bubble, request) for _, name, bubble, request in published_rows() if name == "auto"]
+    rows += [(math.inf, request) for request in uneven_requests()]
+    full: list[float] = []
+    print("| without | at or below | published: mean | worst | uneven: mean | worst | above .002 | CPU s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for part, switched_off in parts.items():
+        begin = time.process_time()
+        with switched_off:
+            found = [
+                build_schedule("auto", **request).simulate(request["costs"]).bubble_fraction for _, request in rows
+            ]
+        seconds = time.process_time() - begin
+        full = full or [float(bubble) for bubble in found]
+        below = [round(bubble, 4) <= most for bubble, (most, _) in zip(found, rows, strict=True) if most < math.inf]
+        worse = [float(bubble) - other for bubble, other in zip(found, full, strict=True)]
+        groups = worse[: len(below)], worse[len(below) :]
+        figures = " | ".join(f"{statistics.mean(group):.4f} | {max(group):.4f}" for group in groups)
+        num_worse = sum(change > 0.002 for change in worse)
+        print(f"| {part} | {sum(below)} of {len(below)} | {figures} | {num_worse} | {seconds:.0f} |", flush=True)
 
 
 def optimality() -> None:
@@ -185,6 +243,7 @@ def main() -> None:
     command = commands.add_parser("published", help="compare with the papers")
     command.add_argument("--most-microbatches", type=int, default=10**9, help="leave out larger rows")
     commands.add_parser("optimality", help="compare with what CP-SAT found")
+    commands.add_parser("ablation", help="leave out the parts of the search in turn")
     commands.add_parser("time", help="measure the search")
     command = commands.add_parser("scale", help="measure planning for many ranks")
     command.add_argument("names", nargs="*", help="families; all hand-made ones by default")
@@ -196,6 +255,8 @@ def main() -> None:
         published(arguments.most_microbatches)
     elif arguments.command == "optimality":
         optimality()
+    elif arguments.command == "ablation":
+        ablation()
     elif arguments.command == "scale":
         scale(arguments.ranks, arguments.microbatches, arguments.names)
     elif arguments.command == "whole_batch":

@@ -215,15 +215,15 @@ class MovingStep(executor._Step):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._owed: list[tuple[int, int]] = []
+        self._owed: list[tuple[int, Any]] = []
 
-    def end(self, entry: Any) -> None:
-        place = entry.stage, entry.microbatch
-        if entry.kind is ActionKind.I:
+    def carry_out(self, stop: Stop) -> None:
+        super().carry_out(stop)
+        place = stop.action.stage, stop.action.microbatch
+        if stop.action.kind is ActionKind.I:
             self._owed.append(place)
-        elif entry.kind is ActionKind.W:
+        elif stop.action.kind is ActionKind.W:
             self._owed.remove(place)
-        super().end(entry)
 
     def _receive(self, stop: Stop) -> list[tuple[Value, Tensor]]:
         if self.is_moving:

@@ -16,8 +16,9 @@ from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.meshes import replicating
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.schedule import Schedule, ShardedProgram, Sharding, insert_sharding
-from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode
+from lightning_pp.schedule import Schedule, Sharding, insert_sharding
+from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
+from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode, UnitPlan, unit_plan
 from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.replicated_units import ReplicatedUnits
 from lightning_pp.sharding.stages import ShardedStages
@@ -142,16 +143,14 @@ class ShardedPrograms:
         stages = split.placement.stages_of_rank(rank)
         calls = _calls_of_any_replica(split, groups)
         called = {stage: [unit for unit in calls if split.partition.stage_of_unit[unit] == stage] for stage in stages}
-        self.stages = ShardedStages(
-            units, {stage: split.partition.units_of_stage(stage) for stage in stages}, called, rank, clock
-        )
+        units_of_stage = {stage: split.partition.units_of_stage(stage) for stage in stages}
+        self.stages = ShardedStages(units, units_of_stage, called, clock)
         self.sharding = _describe(settings, called, units, groups.gather_in_pipeline, split.placement.num_stages)
         self.sharding.check()
         # with one stage on a rank, and all gathers at the start, there is one order only
         self._order_depends = settings.mode == "full_shard" or len(stages) > 1
-        self._groups = groups
-        self._is_ragged = False
-        self._programs: dict[tuple[int, int, bool], tuple[Schedule, ShardedProgram]] = {}
+        self._rank, self._groups, self._is_ragged = rank, groups, False
+        self._programs: dict[tuple[int, int, bool], tuple[Schedule, Schedule, UnitPlan | None]] = {}
 
     def most_microbatches(self, number: int, *, reduce: bool) -> int:
         """The most microbatches of any replica, where the program depends on it; every replica has to call it."""
@@ -177,12 +176,13 @@ class ShardedPrograms:
         """
         key = (id(schedule), number, reduce)
         if key not in self._programs:
-            program = insert_sharding(schedule, self.sharding, reduces=reduce and not schedule.forward_only)
+            sharded = insert_sharding(schedule, self.sharding, reduces=reduce and not schedule.forward_only)
+            plan = unit_plan(sharded, self.sharding, self._rank)
             # the schedule is kept with it, so that its id stays its own
-            self._programs[key] = (schedule, program.limited_to(number))
-        program = self._programs[key][1]
-        self.stages.begin(program, is_ragged=self._is_ragged)
-        return program.schedule
+            self._programs[key] = schedule, keep_first_microbatches(sharded, number), plan
+        _, program, plan = self._programs[key]
+        self.stages.begin(program.programs[self._rank], plan, is_ragged=self._is_ragged)
+        return program
 
 
 def _calls_of_any_replica(split: SplitModel, groups: ControlGroups) -> list[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,8 @@ from lightning_pp.split.unit_calls.interception import UnitCalls
 if TYPE_CHECKING:
     from lightning_pp.sharding.stages import ShardedStages
 
-_MOST_PROGRAMS = 256
+_MOST_ROUTES = 256
+_COMPUTE = (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B)  # `in` compares by identity first
 # an attribute of exceptions
 _FAILED_ACTION = "_lightning_pp_action"
 
@@ -118,7 +118,7 @@ class PipelineExecutor:
         has_tensor_ranks: bool = False,
     ) -> None:
         can_wait = has_tensor_ranks and not torch.are_deterministic_algorithms_enabled()
-        self._waiting_kinds = {ActionKind.I, ActionKind.B} if can_wait else {ActionKind.I}
+        self._queuing = (ActionKind.I, ActionKind.B) if can_wait else (ActionKind.I,)
         self._rank, self._units = rank, dict(units)
         self._calls = UnitCalls(self._units)
         self._transport = transport
@@ -126,14 +126,14 @@ class PipelineExecutor:
         self._recomputation = recomputation
         self.offloader = Offloader(device)
         self._runners: dict[int, StageRunner] = {}
-        self._programs: dict[tuple[Any, ...], _Program] = {}
-        self._running: Stop | _Entry | None = None
+        self._routes: dict[tuple[int, ...], Route] = {}
+        self._running: Action | None = None
 
     @property
     def running_action(self) -> str:
         """The action (``1F3``) that is under way; empty outside of steps. To be read from any thread."""
         running = self._running
-        return "" if running is None else str(_entry_action(running))
+        return "" if running is None else str(running)
 
     def run(self, schedule: Schedule, inputs: StepInputs) -> tuple[list[Any], StepTimer]:
         """Runs one step.
@@ -147,20 +147,20 @@ class PipelineExecutor:
             with ``whole_batch`` the first entry is what it returned for the batch, and the others are None), and the
             timer of this rank's actions; reading it may wait for the device.
         """
-        program = self._program(schedule, inputs.plans)
-        step = _Step(inputs, self._transport, self.offloader)
-        step.timer.sent_bytes = program.sent_bytes
-        self._transport.begin(program.route)
+        route = self._route(schedule, inputs.plans)
+        step = _Step(inputs, self._runners, self._transport, self.offloader)
+        step.timer.sent_bytes = route.sent_bytes
+        self._transport.begin(route)
         try:
             with ExitStack() as stack:
                 stack.enter_context(step_seeded(inputs.seed * 4096 + self._rank, self._device))
                 stack.enter_context(self._calls.installed())
-                if program.splits_backward:
+                if any(stop.queues for stop in route.stops):
                     stack.enter_context(weight_gradients_deferrable())
-                for entry in program.entries:
-                    self._running = entry
-                    with nullcontext() if inputs.label is None else inputs.label(profile_label(_entry_action(entry))):
-                        step.carry_out(entry)
+                for stop in route.stops:
+                    self._running = stop.action
+                    with nullcontext() if inputs.label is None else inputs.label(profile_label(stop.action)):
+                        step.carry_out(stop)
                 step.finish()
         except BaseException as error:
             step.abandon()
@@ -174,55 +174,25 @@ class PipelineExecutor:
         """Returns when the other ranks have received what was sent; to be called before this process ends."""
         self._transport.drain()
 
-    def _program(self, schedule: Schedule, plans: Sequence[StepPlan]) -> _Program:
+    def _route(self, schedule: Schedule, plans: Sequence[StepPlan]) -> Route:
         key = (id(schedule), *map(id, plans))
-        program = self._programs.get(key)
-        if program is None:
-            if len(self._programs) >= _MOST_PROGRAMS:
-                self._programs.clear()
-            program = self._programs[key] = self._lay_out(schedule, plans)
-        return program
-
-    def _lay_out(self, schedule: Schedule, plans: Sequence[StepPlan]) -> _Program:
-        route = plan_route(schedule, plans, self._rank, occupies_device=not self._transport.matches_by_tag)
-        # microbatches whose weight gradients wait; the others pay nothing for it
-        backwards = (stop.action for stop in route.stops if stop.action.kind in self._waiting_kinds)
-        split = {(action.stage, action.microbatch) for action in backwards}
-        offloaded = {stop.action for stop in route.stops if stop.action.kind is ActionKind.OFFLOAD}
-        share = schedule.offload_shares[self._rank] if schedule.offload_shares else 1.0
-        last_stage = schedule.placement.num_stages - 1
-        entries: list[_Entry | Stop] = []
-        sent_bytes: Counter[int] = Counter()
-        for stop in route.stops:
-            stage, microbatch = stop.action.stage, stop.action.microbatch
-            sent_bytes[stage] += sum(map(self._transport.sent_bytes, stop.departures))
-            if microbatch is None or not stop.action.kind.is_compute:
-                entries.append(stop)
-                continue
-            runner, waits = self._runner(stage), (stage, microbatch) in split
-            moved = share if Action(stage, ActionKind.OFFLOAD, microbatch) in offloaded else 0.0
-            entries.append(_Entry(stop, stop.action.kind, stage, microbatch, runner, waits, moved, stage == last_stage))
-        # the objects are kept with what came of them, so that their ids stay theirs
-        return _Program((schedule, *plans), route, entries, bool(split), sent_bytes)
-
-    def _runner(self, stage: int) -> StageRunner:
-        if stage not in self._runners:
-            self._runners[stage] = StageRunner(stage, self._units, self._calls, self._recomputation)
-        return self._runners[stage]
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """An F, I, W or B of this rank's program with everything known before the step."""
-
-    stop: Stop
-    kind: ActionKind
-    stage: int
-    microbatch: int
-    runner: StageRunner
-    splits_backward: bool
-    offloaded: float  # the share of what it saves
-    is_last_stage: bool
+        route = self._routes.get(key)
+        if route is None:
+            if len(self._routes) >= _MOST_ROUTES:
+                self._routes.clear()
+            transport = self._transport
+            route = self._routes[key] = plan_route(
+                schedule,
+                plans,
+                self._rank,
+                occupies_device=not transport.matches_by_tag,
+                num_senders=transport.num_senders,
+                queuing=self._queuing,
+            )
+            for stage in schedule.placement.stages_of_rank(self._rank):
+                if stage not in self._runners:
+                    self._runners[stage] = StageRunner(stage, self._units, self._calls, self._recomputation)
+        return route
 
 
 class _Step:
@@ -230,6 +200,7 @@ class _Step:
 
     Args:
         inputs: The step's work.
+        runners: Of this rank's stages.
         transport: Moves tensors between stages.
         offloader: Copies to the host of the device that computes.
 
@@ -238,7 +209,10 @@ class _Step:
         timer: Takes the times of the actions.
     """
 
-    def __init__(self, inputs: StepInputs, transport: Transport, offloader: Offloader) -> None:
+    def __init__(
+        self, inputs: StepInputs, runners: Mapping[int, StageRunner], transport: Transport, offloader: Offloader
+    ) -> None:
+        self._runners, self._last_stage = runners, len(inputs.plans[0].stages) - 1
         self.outputs: list[Any] = [None] * len(inputs.plans)
         self._num_outputs = 0
         self._offloader, self._device = offloader, offloader.device
@@ -257,23 +231,32 @@ class _Step:
             randomness = self._randomness(inputs.whole_batch.plan.tail, number)
             self._tail = TailRun(inputs.whole_batch, inputs.loss_of, randomness)
 
-    def carry_out(self, entry: _Entry | Stop) -> None:
+    def carry_out(self, stop: Stop) -> None:
         """One action of the program."""
-        stop = entry if isinstance(entry, Stop) else entry.stop
+        action, sharded = stop.action, self._sharded
+        stage, microbatch, kind = action.stage, action.microbatch, action.kind
         self._transport.post(stop)
-        if isinstance(entry, Stop):
-            self.beside(entry.action)
+        if microbatch is None or kind not in _COMPUTE:
+            self.beside(action)
             return
-        if self._sharded is not None:
-            self._sharded.before(stop.action)
+        if sharded is not None:
+            sharded.before(action)
         self.timer.start()
-        if entry.kind is ActionKind.F:
-            self.forward(entry)
-        elif entry.kind is ActionKind.W:
-            self.weight_gradients(entry)
+        if kind is ActionKind.F:
+            self.forward(stop, stage, microbatch)
+        elif kind is ActionKind.W:
+            self.weight_gradients(action)
         else:
-            self.backward(entry)
-        self.end(entry)
+            self.backward(stop, stage, microbatch)
+        self.timer.stop(action)
+        if sharded is not None:
+            sharded.after(action)
+        if kind is ActionKind.F and stage == self._last_stage:
+            self._num_outputs += 1
+            if self._num_outputs == len(self.outputs) and self._inputs.on_outputs is not None:
+                self._inputs.on_outputs(self.outputs)
+        if kind is ActionKind.I and self._inputs.queued_bytes is not None:
+            self._inputs.queued_bytes[stage, microbatch] = self._in_flight[stage, microbatch].queue.held_bytes
 
     def beside(self, action: Action) -> None:
         """OFFLOAD, RELOAD, UNSHARD, RESHARD or REDUCE."""
@@ -291,77 +274,62 @@ class _Step:
             self._sharded.reduce(action.stage)
         self.timer.stop(action)
 
-    def end(self, entry: _Entry) -> None:
-        """An F, I, W or B is done."""
-        self.timer.stop(entry.stop.action)
-        if self._sharded is not None:
-            self._sharded.after(entry.stop.action)
-        if entry.kind is ActionKind.F and entry.is_last_stage:
-            self._num_outputs += 1
-            if self._num_outputs == len(self.outputs) and self._inputs.on_outputs is not None:
-                self._inputs.on_outputs(self.outputs)
-        if entry.kind is ActionKind.I and self._inputs.queued_bytes is not None:
-            place = entry.stage, entry.microbatch
-            self._inputs.queued_bytes[place] = self._in_flight[place].queue.held_bytes
-
-    def forward(self, entry: _Entry) -> None:
+    def forward(self, stop: Stop, stage: int, microbatch: int) -> None:
         """F: runs the user's step up to the stage's last call, and sends what later stages read."""
-        inputs, microbatch = self._inputs, entry.microbatch
+        inputs, is_last, runner = self._inputs, stage == self._last_stage, self._runners[stage]
         plan = inputs.plans[microbatch]
-        tail = self._tail if entry.is_last_stage else None
-        with self._saving(entry) if entry.offloaded else nullcontext():
-            kept, output = entry.runner.forward(
+        tail = self._tail if is_last else None
+        with self._saving(stop, microbatch) if stop.offloaded else nullcontext():
+            kept, output = runner.forward(
                 plan,
-                partial(inputs.run_step, microbatch, entry.stage),
-                partial(self._receive, entry.stop) if entry.stop.arrivals else tuple,
+                partial(inputs.run_step, microbatch, stage),
+                partial(self._receive, stop) if stop.arrivals else tuple,
                 self._randomness(plan, microbatch),
                 with_gradients=inputs.loss_of is not None,
-                splits_backward=entry.splits_backward,
+                splits_backward=stop.queues,
                 watch=None if tail is None else tail.watch(microbatch),
             )
         if tail is not None:
             if tail.add(microbatch, kept):
-                self.outputs[0] = map_leaves(detached, tail.run(entry.runner))
-        elif entry.is_last_stage:
+                self.outputs[0] = map_leaves(detached, tail.run(runner))
+        elif is_last:
             if inputs.loss_of is not None:
                 kept.loss = inputs.loss_of(output)
             # a graph kept alive by what the step returned would keep its activations
             self.outputs[microbatch] = map_leaves(detached, output)
-        if entry.stop.departures:
-            self._transport.send(entry.stop, kept.outputs)
+        if stop.departures:
+            self._transport.send(stop, kept.outputs)
             kept.outputs.clear()  # the transport keeps them as long as it needs to
         if inputs.loss_of is not None:
-            self._in_flight[entry.stage, microbatch] = kept
+            self._in_flight[stage, microbatch] = kept
 
-    def backward(self, entry: _Entry) -> None:
+    def backward(self, stop: Stop, stage: int, microbatch: int) -> None:
         """I or B: runs the backward from what was sent, and sends the gradients of what was received."""
-        inputs, microbatch = self._inputs, entry.microbatch
-        is_full = entry.kind is ActionKind.B
-        kept = self._in_flight[entry.stage, microbatch]
-        if entry.offloaded:
-            self._offloaded.pop((entry.stage, microbatch)).hand_over()
+        inputs = self._inputs
+        is_full = stop.action.kind is ActionKind.B
+        kept = self._in_flight[stage, microbatch]
+        if stop.offloaded:
+            self._offloaded.pop((stage, microbatch)).hand_over()
         kept.queue.is_for_w = not is_full
-        gradients = entry.runner.backward(
+        gradients = self._runners[stage].backward(
             inputs.plans[microbatch],
             kept,
-            self._arriving_gradients(entry),  # unnamed here, so that it is let go with the backward
+            self._arriving_gradients(stop, microbatch),  # unnamed here, so that it is let go with the backward
             inputs.loss_weights[microbatch],
-            split=entry.splits_backward,
+            split=stop.queues,
         )
-        if entry.stop.departures:
-            self._transport.send(entry.stop, gradients)
+        if stop.departures:
+            self._transport.send(stop, gradients)
         kept.end_backward()
         if is_full:
-            del self._in_flight[entry.stage, microbatch]
+            del self._in_flight[stage, microbatch]
             if kept.queue:
                 kept.run_weight_gradients()
 
-    def weight_gradients(self, entry: _Entry) -> None:
+    def weight_gradients(self, action: Action) -> None:
         """W: empties the queue into the parameters' gradients."""
-        kept = self._in_flight.pop((entry.stage, entry.microbatch))
-        tell = None
-        if self._sharded is not None:
-            tell = self._sharded.reducer(entry.stop.action, kept.queue.parameters)
+        kept = self._in_flight.pop((action.stage, cast(int, action.microbatch)))
+        tell = None if self._sharded is None else self._sharded.reducer(action, kept.queue.parameters)
         kept.run_weight_gradients(tell)
 
     def finish(self) -> None:
@@ -376,20 +344,20 @@ class _Step:
             kept.queue.clear()
         self._transport.abandon()
 
-    def _saving(self, entry: _Entry) -> AbstractContextManager[None]:
+    def _saving(self, stop: Stop, microbatch: int) -> AbstractContextManager[None]:
         """Around an F whose saved tensors are to wait on the host."""
-        stay = self._stay.get(entry.stage)
+        stage = stop.action.stage
+        stay = self._stay.get(stage)
         if stay is None:
-            tensors = (*entry.runner.buffers(self._inputs.plans[entry.microbatch]), *tensors_of(self._inputs.data))
-            stay = self._stay[entry.stage] = set(map(address_of, tensors))
-        saved = SavedTensors(self._offloader, stay, entry.offloaded)
-        self._offloaded[entry.stage, entry.microbatch] = saved
+            tensors = (*self._runners[stage].buffers(self._inputs.plans[microbatch]), *tensors_of(self._inputs.data))
+            stay = self._stay[stage] = set(map(address_of, tensors))
+        saved = self._offloaded[stage, microbatch] = SavedTensors(self._offloader, stay, stop.offloaded)
         return saved.around_forward()
 
-    def _arriving_gradients(self, entry: _Entry) -> Iterable[tuple[Value, Tensor]]:
-        if entry.is_last_stage and self._tail is not None:
-            return self._tail.gradients_of(entry.microbatch)
-        return self._receive(entry.stop) if entry.stop.arrivals else ()
+    def _arriving_gradients(self, stop: Stop, microbatch: int) -> Iterable[tuple[Value, Tensor]]:
+        if self._tail is not None and stop.action.stage == self._last_stage:
+            return self._tail.gradients_of(microbatch)
+        return self._receive(stop) if stop.arrivals else ()
 
     def _receive(self, stop: Stop) -> list[tuple[Value, Tensor]]:
         """What the action receives, waited for now."""
@@ -416,18 +384,3 @@ def profile_label(action: Action) -> str:
 def failed_action(error: BaseException) -> str:
     """The action (``1F3``: stage, kind, microbatch) in which ``error`` was raised; empty if it was in none."""
     return str(vars(error).get(_FAILED_ACTION, ""))
-
-
-def _entry_action(entry: _Entry | Stop) -> Action:
-    return entry.action if isinstance(entry, Stop) else entry.stop.action
-
-
-@dataclass(frozen=True, slots=True)
-class _Program:
-    """This rank's program for one schedule and certain plans."""
-
-    made_from: tuple[Any, ...]
-    route: Route
-    entries: list[_Entry | Stop]
-    splits_backward: bool
-    sent_bytes: Mapping[int, int]

@@ -14,7 +14,7 @@ from lightning_pp.schedule.program.placement import Placement
 from lightning_pp.schedule.registry import available_schedules, build_schedule
 from lightning_pp.schedule.schedule import Schedule
 from lightning_pp.schedule.search import auto as _auto  # noqa: F401 - importing registers it
-from lightning_pp.schedule.sharding import ShardedProgram, Sharding, insert_sharding
+from lightning_pp.schedule.sharding import Sharding, insert_sharding
 from lightning_pp.schedule.simulation.costs import StageCosts
 from lightning_pp.schedule.simulation.simulate import BubbleFraction, Simulation, TimedAction
 
@@ -24,7 +24,6 @@ __all__ = [
     "BubbleFraction",
     "Placement",
     "Schedule",
-    "ShardedProgram",
     "Sharding",
     "Simulation",
     "StageCosts",

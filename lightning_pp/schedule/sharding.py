@@ -12,22 +12,19 @@ mode                  what is inserted
 The sharding modes reduce as ``replicate`` does. W uses no gathered parameters, so no window reaches to it.
 
 Where whole stages do not fit the budget, or would be gathered much too often, a rank gathers unit by unit inside F, I
-and B instead (:attr:`ShardedProgram.unit_plan`): first to last in F, last to first in I and B. Its UNSHARD and RESHARD
-then only mark the windows.
+and B instead (:func:`unit_plan`): first to last in F, last to first in I and B. Its UNSHARD and RESHARD then only mark
+the windows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
 
 from lightning_pp.errors import ConfigurationError
-from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
 from lightning_pp.schedule.gathering import MOST_EXTRA_GATHERS, GatherPlan, fewest_gathers, plan_gathers
 from lightning_pp.schedule.merging import split_at
 from lightning_pp.schedule.program.action import USES_PARAMETERS, Action, ActionKind
@@ -111,53 +108,15 @@ class UnitPlan:
     Attributes:
         gathers: Over all uses of units in the program.
         uses_of: For each F, I, W, B and REDUCE of the program, its uses.
+        budget: The most bytes to have gathered at any time, gathers under way included.
     """
 
     gathers: GatherPlan[str]
     uses_of: Mapping[Action, ActionUses]
+    budget: int
 
 
-@dataclass(frozen=True)
-class ShardedProgram:
-    """A schedule with its sharding actions.
-
-    Attributes:
-        schedule: The schedule.
-        sharding: What it was made for.
-        unit_plans: For each rank that gathers unit by unit, how; None for those that gather whole stages.
-    """
-
-    schedule: Schedule
-    sharding: Sharding
-    unit_plans: tuple[UnitPlan | None, ...]
-
-    def num_gathers(self, rank: int) -> int:
-        """How many units the rank gathers in a step."""
-        plan = self.unit_plans[rank]
-        if plan is not None:
-            return plan.gathers.num_gathers
-        return sum(
-            len(set(self.sharding.stages[action.stage]))
-            for action in self.schedule.programs[rank]
-            if action.kind is ActionKind.UNSHARD
-        )
-
-    @cached_property
-    def reduced_right_after(self) -> frozenset[Action]:
-        """The last W of each stage, where its REDUCE follows at once."""
-        return frozenset(
-            action
-            for program in self.schedule.programs
-            for action, following in pairwise(program)
-            if following == Action(action.stage, ActionKind.REDUCE) and action.kind is ActionKind.W
-        )
-
-    def limited_to(self, num_microbatches: int) -> ShardedProgram:
-        """The same gathers, frees and reductions around fewer microbatches, for a replica that has fewer."""
-        return replace(self, schedule=keep_first_microbatches(self.schedule, num_microbatches))
-
-
-def insert_sharding(schedule: Schedule, sharding: Sharding, *, reduces: bool = True) -> ShardedProgram:
+def insert_sharding(schedule: Schedule, sharding: Sharding, *, reduces: bool = True) -> Schedule:
     """Puts the sharding actions of ``sharding`` into ``schedule``, instead of any that it has.
 
     If the last backward of a stage is a B, it becomes I and W, so that the stage's units are reduced one by one in W.
@@ -173,15 +132,31 @@ def insert_sharding(schedule: Schedule, sharding: Sharding, *, reduces: bool = T
     """
     sharding.check()
     programs: list[tuple[Action, ...]] = []
-    unit_plans: list[UnitPlan | None] = []
     for rank, program in enumerate((with_last_split(schedule) if reduces else schedule).programs):
-        compute = [action for action in program if action.kind.has_microbatch]
-        with_windows, unit_plan = _windows(
-            compute, sharding, schedule.placement.stages_of_rank(rank), keeps=not reduces
-        )
-        programs.append(tuple(_with_reductions(with_windows) if reduces else with_windows))
-        unit_plans.append(None if unit_plan is None else _placed(unit_plan, programs[-1], sharding))
-    return ShardedProgram(replace(schedule, programs=tuple(programs)), sharding, tuple(unit_plans))
+        actions = [action for action in program if action.kind.has_microbatch]
+        if sharding.mode != "replicate":
+            plan, _ = _plan_of_stages(actions, sharding, schedule.placement.stages_of_rank(rank))
+            actions = _with_windows(actions, plan, keeps=not reduces and sharding.mode == "shard_grad_op")
+        programs.append(tuple(_with_reductions(actions) if reduces else actions))
+    return replace(schedule, programs=tuple(programs))
+
+
+def unit_plan(schedule: Schedule, sharding: Sharding, rank: int) -> UnitPlan | None:
+    """How a rank gathers unit by unit; None if it gathers whole stages.
+
+    Args:
+        schedule: As :func:`insert_sharding` has made it, with all its microbatches.
+        sharding: What it was made for.
+        rank: The rank.
+    """
+    program, stages = schedule.programs[rank], schedule.placement.stages_of_rank(rank)
+    if sharding.mode != "full_shard" or not _plan_of_stages(program, sharding, stages)[1]:
+        return None
+    budget = sharding.budget_of(stages)
+    gathers = plan_gathers(
+        [unit for _, units in unit_uses(program, sharding) for unit in units], sharding.num_bytes, budget
+    )
+    return UnitPlan(gathers, _uses_of_actions(gathers, program, sharding), budget)
 
 
 def with_last_split(schedule: Schedule) -> Schedule:
@@ -208,26 +183,22 @@ def unit_uses(program: Sequence[Action], sharding: Sharding) -> Iterator[tuple[A
             yield action, units if action.kind is ActionKind.F else units[::-1]
 
 
-def _windows(
-    compute: Sequence[Action], sharding: Sharding, stages: Sequence[int], *, keeps: bool
-) -> tuple[list[Action], GatherPlan[str] | None]:
-    """One rank's program with UNSHARD and RESHARD, and a plan for its units if it gathers them one by one."""
-    if sharding.mode == "replicate":
-        return list(compute), None
-    stage_uses = [action.stage for action in compute if action.kind in USES_PARAMETERS]
+def _plan_of_stages(
+    program: Sequence[Action], sharding: Sharding, stages: Sequence[int]
+) -> tuple[GatherPlan[int], bool]:
+    """When one rank gathers and frees its stages, and whether it gathers their units one by one meanwhile."""
+    stage_uses = [action.stage for action in program if action.kind in USES_PARAMETERS]
     stage_bytes = {stage: sharding.stage_bytes(stage) for stage in dict.fromkeys(stage_uses)}
     if sharding.mode == "shard_grad_op":
-        plan = plan_gathers(stage_uses, stage_bytes, sum(stage_bytes.values()))
-        return _with_windows(compute, plan, keeps=keeps), None
+        return plan_gathers(stage_uses, stage_bytes, sum(stage_bytes.values())), False
     budget = sharding.budget_of(stages)
-    uses = [unit for _, units in unit_uses(compute, sharding) for unit in units]
     if all(size <= budget for size in stage_bytes.values()):
+        uses = [unit for _, units in unit_uses(program, sharding) for unit in units]
         plan = plan_gathers(stage_uses, stage_bytes, budget)
         num_gathers = sum(len(set(sharding.stages[stage])) for step in plan.steps for stage in step.gathers)
         if num_gathers <= MOST_EXTRA_GATHERS * fewest_gathers(uses, sharding.num_bytes, budget):
-            return _with_windows(compute, plan, keeps=False), None
-    one_by_one = plan_gathers(stage_uses, stage_bytes, max(stage_bytes.values(), default=0))
-    return _with_windows(compute, one_by_one, keeps=False), plan_gathers(uses, sharding.num_bytes, budget)
+            return plan, False
+    return plan_gathers(stage_uses, stage_bytes, max(stage_bytes.values(), default=0)), True
 
 
 def _with_windows(compute: Sequence[Action], plan: GatherPlan[int], *, keeps: bool) -> list[Action]:
@@ -266,7 +237,7 @@ def _with_reductions(program: Sequence[Action]) -> list[Action]:
     return found
 
 
-def _placed(plan: GatherPlan[str], program: Sequence[Action], sharding: Sharding) -> UnitPlan:
+def _uses_of_actions(plan: GatherPlan[str], program: Sequence[Action], sharding: Sharding) -> dict[Action, ActionUses]:
     """Finds the uses of each action in the plan, where a unit that follows itself is one use, over actions too."""
     units_of = dict(unit_uses(program, sharding))
     placed = [action for action in program if action.kind not in (ActionKind.UNSHARD, ActionKind.RESHARD)]
@@ -288,4 +259,4 @@ def _placed(plan: GatherPlan[str], program: Sequence[Action], sharding: Sharding
         first, end = span or (following, following)
         uses_of[action] = ActionUses(first, end, following)
         following = first
-    return UnitPlan(plan, uses_of)
+    return uses_of

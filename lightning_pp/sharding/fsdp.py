@@ -134,12 +134,11 @@ class ShardedUnits:
         group = self._group(unit)
         return [] if group is None else [slot.gathered for slot in group.slots if slot.gathered is not None]
 
-    def follow(self, plan: UnitPlan | None, budget: int = 0, *, is_ragged: bool = False) -> UnitWindows | None:
+    def follow(self, plan: UnitPlan | None, *, is_ragged: bool = False) -> UnitWindows | None:
         """Gathers and frees unit by unit as ``plan`` says, until the end of the batch; None: as calls ask for it.
 
         Args:
             plan: For the program of the next batch.
-            budget: The most bytes to have gathered at any time.
             is_ragged: Whether some rank of the mesh leaves out parts of that program.
 
         Returns:
@@ -148,7 +147,7 @@ class ShardedUnits:
         groups = {group.name: group for group in self._groups}
         windows = None
         if plan is not None:
-            windows = UnitWindows(plan, groups, budget, self._hooks.free, is_ragged=is_ragged)
+            windows = UnitWindows(plan, groups, self._hooks.free, is_ragged=is_ragged)
         self._hooks.windows = windows
         return windows
 

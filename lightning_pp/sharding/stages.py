@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 
 from torch import nn
 
-from lightning_pp.schedule import Action, ActionKind, ShardedProgram
+from lightning_pp.schedule import Action, ActionKind
+from lightning_pp.schedule.sharding import UnitPlan
 from lightning_pp.sharding.fsdp import ShardedUnits
 from lightning_pp.sharding.replicated_units import ReplicatedUnits
 from lightning_pp.sharding.units.collective_times import CollectiveClock
@@ -20,7 +22,6 @@ class ShardedStages:
         units: The units of this rank.
         stages: For each stage of this rank, its units, in one order on all data-parallel ranks.
         called: For each of these stages, those of its units that a step calls, which are the ones to gather.
-        rank: This rank's place in the pipeline.
         clock: Looks, around every action, which collectives have ended.
     """
 
@@ -29,7 +30,6 @@ class ShardedStages:
         units: ShardedUnits | ReplicatedUnits,
         stages: Mapping[int, Sequence[str]],
         called: Mapping[int, Sequence[str]],
-        rank: int,
         clock: CollectiveClock,
     ) -> None:
         self._clock = clock
@@ -37,24 +37,27 @@ class ShardedStages:
         self._sharded = units if isinstance(units, ShardedUnits) else None
         self._stages = {stage: tuple(names) for stage, names in stages.items()}
         self._gathered = {stage: tuple(dict.fromkeys(called[stage])) for stage in stages}
-        self._rank = rank
-        self._program: ShardedProgram | None = None
+        self._reduced_right_after: set[Action] = set()
         self._windows: UnitWindows | None = None
         self._to_reduce: dict[int, list[str]] = {}
 
-    def begin(self, program: ShardedProgram, *, is_ragged: bool = False) -> None:
+    def begin(self, program: Sequence[Action], plan: UnitPlan | None, *, is_ragged: bool = False) -> None:
         """The next batch runs ``program``.
 
         Args:
-            program: The same on all data-parallel ranks, up to microbatches that some of them have not.
-            is_ragged: Whether there are such ranks.
+            program: This rank's; the same on all data-parallel ranks, up to microbatches that some of them have not.
+            plan: How it gathers unit by unit; None if it gathers whole stages.
+            is_ragged: Whether some rank has fewer microbatches.
         """
-        self._program = program
+        self._reduced_right_after = {
+            action
+            for action, following in pairwise(program)
+            if action.kind is ActionKind.W and following == Action(action.stage, ActionKind.REDUCE)
+        }
         self._to_reduce = {stage: list(reversed(names)) for stage, names in self._stages.items()}
         self._windows = None
         if self._sharded is not None:
-            budget = program.sharding.budget_of(tuple(self._stages))
-            self._windows = self._sharded.follow(program.unit_plans[self._rank], budget, is_ragged=is_ragged)
+            self._windows = self._sharded.follow(plan, is_ragged=is_ragged)
 
     def unshard(self, stage: int) -> None:
         """UNSHARD: starts to gather the stage's units; their calls wait for it."""
@@ -106,7 +109,7 @@ class ShardedStages:
         Returns:
             To be called with each of these when its gradient is complete; None if the W is not its stage's last.
         """
-        if self._program is None or action not in self._program.reduced_right_after:
+        if action not in self._reduced_right_after:
             return None
         to_reduce = self._to_reduce[action.stage]
         parameters = set(queued())

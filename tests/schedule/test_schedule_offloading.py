@@ -126,7 +126,7 @@ def test_programs_are_written_and_read(tmp_path: Path) -> None:
 def test_gathers_and_fewer_microbatches_leave_them(mode: str) -> None:
     schedule, costs = offloaded("zb_v", 0.7)
     sharding = Sharding(mode, tuple((str(stage),) for stage in range(8)), {str(stage): 3 for stage in range(8)})
-    sharded = insert_sharding(schedule, sharding).limited_to(7).schedule.validate(costs=costs)
+    sharded = keep_first_microbatches(insert_sharding(schedule, sharding), 7).validate(costs=costs)
     copies = [[a for a in p if a.kind in (ActionKind.OFFLOAD, ActionKind.RELOAD)] for p in sharded.programs]
     fewer = keep_first_microbatches(schedule, 7)
     assert copies == [[a for a in p if a.kind in (ActionKind.OFFLOAD, ActionKind.RELOAD)] for p in fewer.programs]

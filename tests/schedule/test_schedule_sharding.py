@@ -19,7 +19,6 @@ from lightning_pp.schedule import (
     Action,
     ActionKind,
     Schedule,
-    ShardedProgram,
     Sharding,
     StageCosts,
     available_schedules,
@@ -27,8 +26,9 @@ from lightning_pp.schedule import (
     build_schedule,
     insert_sharding,
 )
+from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
 from lightning_pp.schedule.gathering import MOST_EXTRA_GATHERS, GatherPlan, fewest_gathers
-from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode, unit_uses
+from lightning_pp.schedule.sharding import SHARDING_MODES, ShardingMode, unit_plan, unit_uses
 
 FAMILIES = [name for name in available_schedules() if name != "auto"]
 SHARDING_KINDS = (ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE)
@@ -65,9 +65,9 @@ def held_by_units(plan: GatherPlan[str], sharding: Sharding) -> Iterator[int]:
         yield sum(sharding.num_bytes[unit] for unit in gathered)
 
 
-def held_by_whole_stages(program: ShardedProgram, rank: int) -> Iterator[tuple[Action, set[int]]]:
+def held_by_whole_stages(program: Schedule, rank: int) -> Iterator[tuple[Action, set[int]]]:
     gathered: set[int] = set()
-    for action in program.schedule.programs[rank]:
+    for action in program.programs[rank]:
         if action.kind is ActionKind.UNSHARD:
             assert action.stage not in gathered
             gathered.add(action.stage)
@@ -90,8 +90,8 @@ def test_any_program(name: str, num_ranks: int, m: int, units: int, mode: Shardi
     plain = build_schedule(name, num_ranks=num_ranks, num_microbatches=m)
     sharding = sharding_of(plain.placement.num_stages, units, mode, budget if mode == "full_shard" else None)
     program = insert_sharding(plain, sharding)
-    program.schedule.validate()
-    for rank, actions in enumerate(program.schedule.programs):
+    program.validate()
+    for rank, actions in enumerate(program.programs):
         assert computation(actions) == with_last_backwards_split(plain.programs[rank])
         stages = plain.placement.stages_of_rank(rank)
         assert sorted(action.stage for action in actions if action.kind is ActionKind.REDUCE) == sorted(stages)
@@ -103,7 +103,7 @@ def test_any_program(name: str, num_ranks: int, m: int, units: int, mode: Shardi
             continue
         limit = sharding.budget_of(stages) if mode == "full_shard" else 4 * units * len(stages)
         held = list(held_by_whole_stages(program, rank))
-        plan = program.unit_plans[rank]
+        plan = unit_plan(program, sharding, rank)
         if plan is None:
             assert max(len(gathered) for _, gathered in held) * units * 4 <= limit
         else:
@@ -112,9 +112,11 @@ def test_any_program(name: str, num_ranks: int, m: int, units: int, mode: Shardi
         fewest = fewest_gathers(
             [unit for _, used in unit_uses(actions, sharding) for unit in used], sharding.num_bytes, limit
         )
-        assert fewest <= program.num_gathers(rank) <= MOST_EXTRA_GATHERS**2 * fewest
+        num_unsharded = sum(action.kind is ActionKind.UNSHARD for action in actions)
+        num_gathers = units * num_unsharded if plan is None else plan.gathers.num_gathers
+        assert fewest <= num_gathers <= MOST_EXTRA_GATHERS**2 * fewest
         if mode == "shard_grad_op":
-            assert program.num_gathers(rank) == units * len(stages)
+            assert num_gathers == units * len(stages)
 
 
 @given(st.sampled_from(FAMILIES), st.integers(1, 3), st.integers(1, 4), st.integers(4, 20))
@@ -123,11 +125,12 @@ def test_gathers_of_units_follow_the_actions(name: str, num_ranks: int, m: int, 
     plain = build_schedule(name, num_ranks=num_ranks, num_microbatches=m)
     sharding = sharding_of(plain.placement.num_stages, 3, "full_shard", budget)
     program = insert_sharding(plain, sharding)
-    for rank, plan in enumerate(program.unit_plans):
+    for rank in range(num_ranks):
+        plan = unit_plan(program, sharding, rank)
         if plan is None:
             continue
         previous = 0
-        for action in computation(program.schedule.programs[rank]):
+        for action in computation(program.programs[rank]):
             uses = plan.uses_of[action]
             assert previous <= uses.first + 1 and uses.first <= uses.end
             units = sharding.stages[action.stage]
@@ -140,10 +143,10 @@ def test_gathers_of_units_follow_the_actions(name: str, num_ranks: int, m: int, 
 def test_fewer_microbatches_make_the_same_gathers() -> None:
     schedule = build_schedule("zb_v", num_ranks=2, num_microbatches=6)
     program = insert_sharding(schedule, sharding_of(4, 2, "full_shard", 12))
-    short = program.limited_to(4)
-    assert short.schedule.num_microbatches == 4
-    short.schedule.validate()
-    for long_row, short_row in zip(program.schedule.programs, short.schedule.programs, strict=True):
+    short = keep_first_microbatches(program, 4)
+    assert short.num_microbatches == 4
+    short.validate()
+    for long_row, short_row in zip(program.programs, short.programs, strict=True):
         assert [a for a in long_row if a.kind in SHARDING_KINDS] == [a for a in short_row if a.kind in SHARDING_KINDS]
 
 
@@ -151,18 +154,18 @@ def test_batches_that_accumulate_keep_and_do_not_reduce() -> None:
     schedule = build_schedule("interleaved_1f1b", num_ranks=2, num_microbatches=4)
     for mode in SHARDING_MODES:
         program = insert_sharding(schedule, sharding_of(4, 2, mode, None), reduces=False)
-        kinds = {action.kind for row in program.schedule.programs for action in row}
+        kinds = {action.kind for row in program.programs for action in row}
         assert ActionKind.REDUCE not in kinds
         assert (ActionKind.RESHARD in kinds) == (mode == "full_shard")
     evaluation = build_forward_only(schedule.placement, 4)
-    insert_sharding(evaluation, sharding_of(4, 2, "full_shard", None), reduces=False).schedule.validate()
+    insert_sharding(evaluation, sharding_of(4, 2, "full_shard", None), reduces=False).validate()
 
 
 def test_torch_reads_our_sharding_actions(tmp_path: Path) -> None:
     for name in FAMILIES:
         plain = build_schedule(name, num_ranks=2, num_microbatches=4)
         sharding = sharding_of(plain.placement.num_stages, 2, "full_shard", 16)
-        schedule = insert_sharding(plain, sharding).schedule
+        schedule = insert_sharding(plain, sharding)
         path = tmp_path / f"{name}.csv"
         schedule.to_csv(path, with_waits=hasattr(_ComputationType, "WAIT_REDUCE_GRAD"))
         stage = SimpleNamespace(
@@ -175,7 +178,7 @@ def test_torch_reads_our_sharding_actions(tmp_path: Path) -> None:
             assert theirs == list(map(str, program))
         read = Schedule.from_csv(path)
         assert read.programs == schedule.programs
-        assert insert_sharding(read, sharding).schedule.programs == schedule.programs
+        assert insert_sharding(read, sharding).programs == schedule.programs
 
 
 # --------------------------------------------------------------------------- time
@@ -185,13 +188,13 @@ def test_gathers_hide_behind_computation_and_reductions_too() -> None:
     """One rank, two stages in turn, worked out by hand: gathers of 2 ms behind computation of 3 ms."""
     costs = StageCosts(forward=3.0, backward_input=3.0, backward_weight=3.0, gather=2.0, reduce=2.0)
     schedule = build_schedule("gpipe", num_ranks=1, num_microbatches=1, stages_per_rank=2)
-    program = insert_sharding(schedule, sharding_of(2, 1, "full_shard", 8)).schedule
+    program = insert_sharding(schedule, sharding_of(2, 1, "full_shard", 8))
     simulation = program.simulate(costs)
     row = "0UNSHARD,1UNSHARD,0F0,1F0,1I0,1RESHARD,1W0,1REDUCE_GRAD,0I0,0RESHARD,0W0,0REDUCE_GRAD"
     assert ",".join(map(str, program.programs[0])) == row
     # gather 0, then 18 ms of work, then the reduction of stage 0
     assert math.isclose(simulation.makespan, 2.0 + 18.0 + 2.0)
-    tight = insert_sharding(schedule, sharding_of(2, 1, "full_shard", 4)).schedule.simulate(costs)
+    tight = insert_sharding(schedule, sharding_of(2, 1, "full_shard", 4)).simulate(costs)
     # nothing can be gathered ahead, so two gathers are waited for; the third hides behind W, which needs none
     assert math.isclose(tight.makespan, 2 * 2.0 + 18.0 + 2.0)
 
@@ -228,7 +231,7 @@ def test_auto_ranks_with_the_gathers_of_the_budget() -> None:
     sizes = {"num_ranks": 2, "num_microbatches": 6, "stages_per_rank": 2, "quick": True}
 
     def makespan(schedule: Schedule) -> float:
-        return insert_sharding(schedule, sharding).schedule.simulate(costs).makespan
+        return insert_sharding(schedule, sharding).simulate(costs).makespan
 
     plain = build_schedule("auto", costs=costs, **sizes)
     aware = build_schedule("auto", costs=costs, sharding=sharding, **sizes)

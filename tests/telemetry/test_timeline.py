@@ -126,7 +126,7 @@ def test_a_simulated_timeline_is_what_a_timer_would_have_seen() -> None:
 def test_gathers_and_reductions_go_on_below_the_actions() -> None:
     schedule = build_schedule("zb_v", num_ranks=2, num_microbatches=4)
     sharding = Sharding("full_shard", tuple((f"{stage}",) for stage in range(4)), dict.fromkeys("0123", 1), 1)
-    sharded = insert_sharding(schedule, sharding).schedule
+    sharded = insert_sharding(schedule, sharding)
     timeline = Timeline.simulated(sharded, StageCosts(2.0, 2.0, 2.0, gather=1.0, reduce=3.0))
     for program, actions, beside in zip(sharded.programs, timeline.ranks, timeline.sharding, strict=True):
         assert [moment.action for moment in beside] == [action for action in program if not action.kind.is_compute]

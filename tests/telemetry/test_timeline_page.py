@@ -90,7 +90,7 @@ def test_one_timeline_is_a_page_too_in_its_own_unit() -> None:
 def test_gathers_and_reductions_are_in_the_page() -> None:
     schedule = build_schedule("zb_v", num_ranks=2, num_microbatches=4)
     sharding = Sharding("full_shard", tuple((f"{stage}",) for stage in range(4)), dict.fromkeys("0123", 1), 1)
-    sharded = insert_sharding(schedule, sharding).schedule
+    sharded = insert_sharding(schedule, sharding)
     timeline = Timeline.simulated(sharded, StageCosts(2.0, 2.0, 2.0, gather=1.0, reduce=3.0))
     data = data_of(html_timeline(timeline))
     assert data["program"]["rank_of_stage"] == [0, 1, 1, 0]

@@ -8,7 +8,8 @@ from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.planning.hardware.links import Links
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.schedule import ActionKind, Schedule, ShardedProgram, Sharding, StageCosts, insert_sharding
+from lightning_pp.schedule import Schedule, Sharding, StageCosts, insert_sharding
+from lightning_pp.schedule.sharding import unit_plan, unit_uses
 from lightning_pp.split.memory.state_memory import ParameterSize, StateSizes
 
 
@@ -83,13 +84,13 @@ class Collectives:
         resolved = costs.per_stage(schedule.placement.num_stages)
         forward, backward_input = list(resolved.forward), list(resolved.backward_input)
         for rank in range(schedule.placement.num_ranks):
-            share = _gathered_share(sharded, rank)
+            share = _gathered_share(sharded, self.sharding, rank)
             for stage in schedule.placement.stages_of_rank(rank) if share is not None else ():
                 one_use, gather[stage] = gather[stage] * (share or 0.0), 0.0
                 forward[stage] = max(forward[stage], one_use)
                 backward_input[stage] = max(backward_input[stage], one_use)
         with_them = replace(costs, forward=forward, backward_input=backward_input, gather=gather, reduce=self.reduce)
-        simulation = sharded.schedule.simulate(with_them)
+        simulation = sharded.simulate(with_them)
         longest = without
         for program, starts, ends in zip(simulation.programs, simulation.start_ms, simulation.end_ms, strict=True):
             # from the gather of the rank's first stage, as late as it may be
@@ -98,17 +99,12 @@ class Collectives:
         return longest
 
 
-def _gathered_share(sharded: ShardedProgram, rank: int) -> float | None:
+def _gathered_share(schedule: Schedule, sharding: Sharding, rank: int) -> float | None:
     """What part of a stage's units a rank gathers for a use of it, on average; None if it gathers whole stages."""
-    plan = sharded.unit_plans[rank]
+    plan = unit_plan(schedule, sharding, rank)
     if plan is None:
         return None
-    uses = [
-        action
-        for action in sharded.schedule.programs[rank]
-        if action.kind in (ActionKind.F, ActionKind.I, ActionKind.B)
-    ]
-    num_units = sum(len(set(sharded.sharding.stages[action.stage])) for action in uses)
+    num_units = sum(len(set(units)) for _, units in unit_uses(schedule.programs[rank], sharding))
     return plan.gathers.num_gathers / num_units if num_units else 0.0
 
 

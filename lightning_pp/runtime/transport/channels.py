@@ -126,6 +126,11 @@ class Transport:
         """Whether messages find their receive by tag, and a receive that waits occupies nothing."""
         return self._matches_by_tag
 
+    @property
+    def num_senders(self) -> int:
+        """So many ranks, those of the tensor axis, send a part of each message."""
+        return self._num_senders
+
     def open_neighbours(self) -> int:
         """Opens the channels from and to the next ranks of the pipeline, which every schedule trains with.
 
@@ -211,10 +216,6 @@ class Transport:
                     dist.all_gather_single(of_all, own, group=self._tensor_group)
             tensors.append((value, tensor))
         return tensors
-
-    def sent_bytes(self, message: Message) -> int:
-        """What this rank sends of a message."""
-        return 0 if message.receiver == self._rank else message.spec.sent_bytes(self._num_senders)
 
     def send(self, stop: Stop, tensors: Mapping[Value, Tensor]) -> None:
         """Sends what the action has to send, without waiting for it to arrive."""

@@ -1,10 +1,10 @@
-"""The messages of one rank in one step, derived from the programs of all ranks."""
+"""One rank's program with its messages, derived from the programs of all ranks and the plans of a step."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -35,38 +35,46 @@ class Message:
     is_gradient: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stop:
-    """One action of a rank's program with its messages.
+    """One action of a rank's program with everything that is known before the step.
 
     Attributes:
         action: The action.
         arrivals: The messages that it waits for.
         departures: The messages that it sends.
+        queues: Whether the backward of its stage and microbatch queues weight gradients.
+        offloaded: The share of what the F of its stage and microbatch saves that waits on the host.
         posts: The messages to post receives for before it begins: its own, and some of those that follow.
     """
 
     action: Action
     arrivals: tuple[Message, ...]
     departures: tuple[Message, ...]
+    queues: bool
+    offloaded: float
     posts: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)
 class Route:
-    """All sends and receives of one rank in one step, in order.
+    """One rank's program, with all its sends and receives in order.
 
     Attributes:
+        made_from: The schedule and the plans, kept so that their ids stay theirs.
         incoming: For each other pipeline rank, its messages to this one in the order in which it sends them. Backends
             that match by order (NCCL) need receives posted in just that order.
         stops: This rank's actions.
         receipts: Tag of each incoming message to the number of messages that its sender is known to have received
             from this rank, in the order in which this rank sends them, once the message is here.
+        sent_bytes: What each stage sends to other ranks.
     """
 
+    made_from: tuple[Schedule | StepPlan, ...]
     incoming: dict[int, tuple[Message, ...]]
     stops: tuple[Stop, ...]
     receipts: dict[int, int]
+    sent_bytes: Mapping[int, int]
 
 
 # how many messages beyond those that it waits for a rank has posted receives for, on each channel
@@ -79,30 +87,38 @@ def plan_route(
     rank: int,
     *,
     occupies_device: bool = False,
+    num_senders: int = 1,
+    queuing: Collection[ActionKind] = (ActionKind.I,),
 ) -> Route:
-    """Derives from the programs of all ranks what ``rank`` sends and receives.
+    """Derives from the programs of all ranks what ``rank`` does, sends and receives.
 
     Args:
         schedule: The programs.
         plans: That of each microbatch.
         rank: The pipeline rank.
+        num_senders: So many ranks send a part of each message.
+        queuing: The backwards that queue weight gradients; other microbatches pay nothing for it.
         occupies_device: Whether a send and a posted receive are work that the device has begun and waits in, as over
             NCCL. Whatever drains the device then waits for the other side: loading a kernel for the first time, freeing
             memory, making another communicator. So receives are posted as :func:`_posts_in_order` says. Otherwise
             ``_RECEIVES_AHEAD`` are posted ahead on each channel.
     """
-    messages = _Messages(schedule, plans)
-    stops = tuple(
-        Stop(action, tuple(messages.of(action, sent=False)), tuple(messages.of(action, sent=True)))
-        for action in schedule.programs[rank]
-    )
+    messages, program = _Messages(schedule, plans), schedule.programs[rank]
+    queued = {(action.stage, action.microbatch) for action in program if action.kind in queuing}
+    offloaded = {(action.stage, action.microbatch) for action in program if action.kind is ActionKind.OFFLOAD}
+    share = schedule.offload_shares[rank] if schedule.offload_shares else 1.0
+    stops: list[Stop] = []
+    sent_bytes: Counter[int] = Counter()
+    for action in program:
+        arrivals, departures = (tuple(messages.of(action, sent=sent)) for sent in (False, True))
+        place = action.stage, action.microbatch
+        stops.append(Stop(action, arrivals, departures, place in queued, share if place in offloaded else 0.0))
+        to_others = (message.spec for message in departures if message.receiver != rank)
+        sent_bytes[action.stage] += sum(spec.sent_bytes(num_senders) for spec in to_others)
     incoming, receipts = _incoming(schedule, messages, rank, stops)
-    if occupies_device:
-        posts = _posts_in_order(schedule, messages, rank)
-    else:
-        posts = _posts_ahead(stops, incoming)
-    stops = tuple(replace(stop, posts=tuple(posts[number])) for number, stop in enumerate(stops))
-    return Route(incoming, stops, receipts)
+    posts = _posts_in_order(schedule, messages, rank) if occupies_device else _posts_ahead(stops, incoming)
+    posted = tuple(replace(stop, posts=tuple(receives)) for stop, receives in zip(stops, posts, strict=True))
+    return Route((schedule, *plans), incoming, posted, receipts, sent_bytes)
 
 
 class _Messages:

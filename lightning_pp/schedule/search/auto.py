@@ -117,7 +117,7 @@ def _best(schedules: list[Schedule], request: ScheduleRequest, deadline: Deadlin
     for schedule in schedules:
         sharded = schedule
         if sharding is not None:
-            sharded = insert_sharding(schedule, sharding).schedule if has_windows else with_last_split(schedule)
+            sharded = insert_sharding(schedule, sharding) if has_windows else with_last_split(schedule)
         lengths.append(step_length(sharded, request.costs))
     longest = _objective(makespan for makespan, _ in lengths).longest_makespan
     scores = [(makespan > longest, span) for makespan, span in lengths]

@@ -21,7 +21,6 @@ class UnitWindows:
     Attributes:
         plan: For one rank and one batch.
         groups: What can be gathered, by name.
-        budget: The most bytes to have gathered at any time, gathers under way included.
         free: Frees a group.
         is_ragged: Whether some data-parallel rank leaves out parts of the program. Then all uses have to be foreseen:
             others would not come by the gather.
@@ -29,7 +28,6 @@ class UnitWindows:
 
     plan: UnitPlan
     groups: Mapping[str, UnitGroup]
-    budget: int
     free: Callable[[UnitGroup], None]
     is_ragged: bool = field(default=False, kw_only=True)
     _held: dict[str, int] = field(default_factory=dict, init=False)
@@ -86,7 +84,7 @@ class UnitWindows:
 
     def _start_gather(self, name: str) -> None:
         group = self.groups[name]
-        while self._held and sum(self._held.values()) + group.num_bytes > self.budget:
+        while self._held and sum(self._held.values()) + group.num_bytes > self.plan.budget:
             self._drop(max(self._held, key=self._next_use))
         self._held[name] = group.num_bytes
         group.start_gather()

@@ -49,7 +49,7 @@ def routes_of(schedule: Schedule, kind: str = "skip", *, occupies_device: bool =
     if kind == "sharded" and not schedule.forward_only:
         units = [f"unit{stage}" for stage in range(schedule.placement.num_stages)]
         sharding = Sharding("full_shard", tuple((unit,) for unit in units), dict.fromkeys(units, 1))
-        schedule = insert_sharding(schedule, sharding).schedule
+        schedule = insert_sharding(schedule, sharding)
     plans = plans_of(schedule, kind)
     return [
         plan_route(schedule, plans, rank, occupies_device=occupies_device)

@@ -138,7 +138,7 @@ def test_what_is_made_of_such_a_schedule_keeps_the_constraint(built: Built, data
     fewer = keep_first_microbatches(whole, data.draw(st.integers(1, whole.num_microbatches)))
     units = tuple((f"unit {stage}",) for stage in range(schedule.placement.num_stages))
     sharding = Sharding("full_shard", units, dict.fromkeys((name for (name,) in units), 4))
-    for made in (fewer, split_backwards(whole), insert_sharding(whole, sharding).schedule):
+    for made in (fewer, split_backwards(whole), insert_sharding(whole, sharding)):
         assert made.whole_batch_loss
         order_that_runs(replace(made, programs=tuple(compute_of(program) for program in made.programs)))
         made.validate(costs=costs)
@@ -151,10 +151,10 @@ def compute_of(program: tuple[Action, ...]) -> tuple[Action, ...]:
 def test_sharding_actions_are_left_out_of_a_program_that_changes() -> None:
     units = (("a",), ("b",))
     sharding = Sharding("full_shard", units, {"a": 1, "b": 1})
-    sharded = insert_sharding(build_schedule("1f1b", num_ranks=2, num_microbatches=3), sharding).schedule
+    sharded = insert_sharding(build_schedule("1f1b", num_ranks=2, num_microbatches=3), sharding)
     changed = sharded.with_whole_batch_loss()
     assert all(action.microbatch is not None for program in changed.programs for action in program)
-    unchanged = insert_sharding(build_schedule("gpipe", num_ranks=2, num_microbatches=3), sharding).schedule
+    unchanged = insert_sharding(build_schedule("gpipe", num_ranks=2, num_microbatches=3), sharding)
     assert unchanged.with_whole_batch_loss().programs == unchanged.programs
 
 

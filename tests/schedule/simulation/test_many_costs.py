@@ -53,7 +53,7 @@ def test_as_many_are_taken_at_once_as_there_is_room_for(monkeypatch: pytest.Monk
 def test_actions_of_sharding_take_no_time() -> None:
     plain = build_schedule("interleaved_1f1b", num_ranks=3, num_microbatches=6)
     units = tuple((f"{stage}",) for stage in range(6))
-    sharded = insert_sharding(plain, Sharding("full_shard", units, {unit: 1 for (unit,) in units})).schedule
+    sharded = insert_sharding(plain, Sharding("full_shard", units, {unit: 1 for (unit,) in units}))
     assert sum(map(len, sharded.programs)) > sum(map(len, plain.programs))
     times = drawn(sharded, 5)
     assert LongestSpans(sharded).of(times).tolist() == one_by_one(sharded, times)

@@ -33,7 +33,7 @@ def uneven(num_stages: int) -> StageCosts:
 def gathered_whole(schedule: Schedule, mode: ShardingMode) -> Schedule:
     """``schedule`` with the sharding actions of ``mode``."""
     units = tuple((f"{stage}a", f"{stage}b") for stage in range(schedule.placement.num_stages))
-    return insert_sharding(schedule, Sharding(mode, units, {unit: 1 for stage in units for unit in stage})).schedule
+    return insert_sharding(schedule, Sharding(mode, units, {unit: 1 for stage in units for unit in stage}))
 
 
 @pytest.mark.by_day(40)
