@@ -18,7 +18,7 @@ sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.rglob
 
 import pytest
 import torch
-from pool import WorkerPool
+from pool import WorkerPool, fork_from_here
 from pool_worker import freeze, remember_entry_points
 
 torch.set_num_threads(1)
@@ -76,6 +76,15 @@ def pytest_collection_finish() -> None:
     remember_entry_points()
     gc.collect()
     freeze()  # all tests and what they have imported
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    if session.items and not session.config.option.collectonly and not torch.cuda.device_count():
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # as within a test: what other processes print is not shown
+        fork_from_here()
+        capture.suspend_global_capture()
 
 
 def _leave_to_the_night(items: list[pytest.Item]) -> None:

@@ -19,26 +19,32 @@ Life of one run, seen from the main process::
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import logging
 import os
 import pickle
+import select
 import signal
+import socket
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pool_worker import PRELOADED, Failure, Task, pack, unpack, worker_main
 from torch.distributed import TCPStore
 
 START_TIMEOUT_S = 180.0
 CLEAN_UP_TIMEOUT_S = 20.0
+_PRELOADED = ["pool_worker", *PRELOADED, "pool_warm"]
 RUNS_OF_A_WORKER = 100  # then it is replaced, so that what runs leave in a process does not add up for ever
 
 
@@ -57,7 +63,7 @@ class WorkerError(RuntimeError):
 def fork_context() -> ForkServerContext:
     """Starts processes from one that has imported what takes long, so that starting one takes little."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["pool_worker", *PRELOADED, "pool_warm"])
+    context.set_forkserver_preload(_PRELOADED)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), before)))
     try:
@@ -66,6 +72,42 @@ def fork_context() -> ForkServerContext:
         del os.environ["PYTHONPATH"]
         os.environ.update({} if before is None else {"PYTHONPATH": before})
     return context
+
+
+def fork_from_here() -> None:
+    """The process that all others are forked from is forked from this one, which has imported all tests.
+
+    It waits until it is needed, and does then what would take each of the others time. To be called before any test.
+    """
+    resource_tracker.ensure_running()  # or the patched function would start it
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if not pid:
+        ours.close()
+        _serve_forks(theirs)
+    theirs.close()
+
+    def pass_on(path: str, arguments: list[str], descriptors: list[int]) -> int:
+        socket.send_fds(ours, [b"start"], descriptors)
+        return pid
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("multiprocessing.util.spawnv_passfds", pass_on)
+        forkserver.ensure_running()
+    ours.close()
+
+
+def _serve_forks(connection: socket.socket) -> None:
+    """In the process that is forked first, without what pytest captures."""
+    _, descriptors, *_ = socket.recv_fds(connection, len("start"), 8)
+    faulthandler.disable()
+    logging.getLogger().handlers.clear()
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    try:
+        if descriptors[0] in select.select(descriptors, [], [])[0]:  # the first process is wanted
+            forkserver.main(*descriptors, _PRELOADED)
+    finally:
+        os._exit(0)
 
 
 class _Worker:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
-before = os.environ.pop("PYTHONPATH", "").partition(os.pathsep)[2]  # as it was without the folder of this file
-os.environ.update({"PYTHONPATH": before} if before else {})
+first, _, others = os.environ.get("PYTHONPATH", "").partition(os.pathsep)
+if first == str(Path(__file__).parent):  # put there for this file to be found
+    del os.environ["PYTHONPATH"]
+    os.environ.update({"PYTHONPATH": others} if others else {})
 sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")}))
 
 

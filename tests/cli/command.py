@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 
 import lightning_pp
 
+_TESTS = str(Path(__file__).parents[1])
 _SET_BY_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
 
 #: A model and a run small enough that a test spends its time on starting processes.
@@ -139,6 +140,9 @@ def _run_module(module: str, arguments: list[str], folder: Path, environment: di
     os.chdir(folder)
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     sys.argv[1:] = arguments
+    for name, imported in list(sys.modules.items()):  # a new process would know none of the tests' own modules
+        if str(getattr(imported, "__file__", "")).startswith(_TESTS):
+            del sys.modules[name]
     freeze()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
