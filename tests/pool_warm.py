@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from pool_worker import freeze
 
 first, _, others = os.environ.get("PYTHONPATH", "").partition(os.pathsep)
 if first == str(Path(__file__).parent):  # put there for this file to be found
@@ -37,3 +38,4 @@ def warm() -> None:
 
 if not torch.cuda.device_count():  # backward would start threads for them
     warm()
+freeze()  # what all processes have from here need not be looked through in any of them
