@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from command import TINY_RUN, run_forked
+
+from lightning_pp.cli import main
 
 
 @pytest.mark.parametrize(
@@ -39,11 +42,18 @@ from command import TINY_RUN, run_forked
         ("trainer.max_steps=many", "trainer.max_steps=many: Value 'many' of type 'str' could not be converted"),
     ],
 )
-def test_override_that_does_not_fit_is_refused_in_a_sentence(override: str, said: str, tmp_path: Path) -> None:
-    finished = run_forked([override], tmp_path)
-    assert finished.code == 1
-    assert finished.output.strip().startswith(f"lightning-pp: {said}")
-    assert len(finished.output.strip().splitlines()) == 1
+def test_override_that_does_not_fit_is_refused_in_a_sentence(
+    override: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["lightning-pp", override])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    output = "".join(capfd.readouterr()).strip()
+    assert output.startswith(f"lightning-pp: {said}")
+    assert len(output.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -59,10 +69,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["got an unexpected keyword argument 'files'. Arguments of the class that _target_", "data=own"],
     ),
     "schedule": (["strategy.schedule=zb_h9"], ["zb_h9", "zb_h1"]),
-    "no GPU": (
-        ["recipe=gpt2_124m"],
-        ["trainer.accelerator=gpu needs a GPU", "trainer=cpu trainer.devices=NUMBER"],
-    ),
+    "no GPU": (["recipe=gpt2_124m"], ["trainer.accelerator=gpu needs a GPU", "trainer=cpu trainer.devices=NUMBER"]),
     "logger": (
         [*WITHOUT_PIPELINE, "logger=csv", "logger.save_dir=/dev/null/logs", "callbacks=none"],
         ["CSVLogger cannot be used: NotADirectoryError", "Run without one: logger=none"],

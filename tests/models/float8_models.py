@@ -33,13 +33,13 @@ class Float8Block(nn.Module):
 
 
 class Float8GPT(pl.LightningModule):
-    """Four blocks whose linears become torchao's in ``configure_model``, as its users do it."""
+    """Three blocks whose linears become torchao's in ``configure_model``, as its users do it."""
 
     def __init__(self, recipe: str = "tensorwise", width: int = 32, **changes: Any) -> None:
         super().__init__()
         self.recipe, self.changes = recipe, changes
         self.embedding = nn.Embedding(48, width)
-        self.blocks = nn.ModuleList([Float8Block(width) for _ in range(4)])
+        self.blocks = nn.ModuleList([Float8Block(width) for _ in range(3)])
         self.head = nn.Linear(width, 48)
         self.losses: list[float] = []
 

@@ -227,8 +227,8 @@ def train(settings: Settings, strategy: PipelineParallelStrategy | None = None, 
 
 def train_pipelined(settings: Settings, layout: Layout, options: Mapping[str, Any] | None = None) -> Outcome:
     """In a worker: trains as a pipeline with ``options``; the outcome has this rank's parameters only."""
-    strategy = layout.strategy(check_first_batches=not settings.only_trains, **(options or {}))
-    return train(settings, strategy, layout.world_size)
+    chosen = {"check_first_batches": not settings.only_trains, **(options or {})}
+    return train(settings, layout.strategy(**chosen), layout.world_size)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from lightning_pp.runtime.split_backward.queue import WeightGradientQueue
 from lightning_pp.tensor.aside import FLOPS_PER_BYTE
 from lightning_pp.tensor.units import TensorParallelUnits
 
-BY_DAY, OWN = ["block", "encoder_layer"], ["viewed", "gated", "decoder_layer", "multihead"]
+BY_DAY, OWN = ["block"], ["encoder_layer", "viewed", "gated", "decoder_layer", "multihead"]
 OF_TRANSFORMERS = ["llama", "llama-eager", "llama_one_key_head", "gpt2", "gpt2-eager", "vit", "phi3"]
 
 

@@ -74,16 +74,6 @@ class NumPyRate(Net):
         return torch.optim.SGD(self.parameters(), np.float64(0.01 * self.trainer.world_size))
 
 
-class UsesLogger(Net):
-    """Hands numbers to the Trainer's logger itself, which ``Trainer()`` has by default, and reads where it writes."""
-
-    def on_validation_epoch_end(self) -> None:
-        logger: Any = self.logger
-        logger.log_metrics({"scale": 1.0}, step=self.trainer.global_step)
-        log_dir: Any = self.trainer.log_dir
-        logger.experiment.add_text("folder", str(Path(log_dir, "texts")))
-
-
 class Contrastive(Net):
     """Its loss is over pairs of samples, which a pipeline refuses."""
 
@@ -207,6 +197,16 @@ class CountsBatches(Net):
         self.largest.clamp_(min=batch[0].max())
         for block in self.blocks:
             block.seen[1] += self.number or self.trainer.world_size
+
+
+class UsesLogger(CountsBatches):
+    """Hands numbers to the Trainer's logger itself, which ``Trainer()`` has by default, and reads where it writes."""
+
+    def on_validation_epoch_end(self) -> None:
+        logger: Any = self.logger
+        logger.log_metrics({"scale": 1.0}, step=self.trainer.global_step)
+        log_dir: Any = self.trainer.log_dir
+        logger.experiment.add_text("folder", str(Path(log_dir, "texts")))
 
 
 class CountsProcesses(CountsBatches):

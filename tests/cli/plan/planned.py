@@ -14,7 +14,7 @@ from rich.console import Console
 from lightning_pp.cli.plan.report import Plan
 from lightning_pp.cli.plan.run import make_plan
 
-BATCH_SIZE, SEQ_LEN, DIM, NUM_LAYERS, NUM_MICROBATCHES = 8, 17, 64, 6, 4
+BATCH_SIZE, SEQ_LEN, DIM, NUM_LAYERS, NUM_MICROBATCHES = 8, 17, 64, 4, 4
 
 TINY = [
     f"model.num_layers={NUM_LAYERS}",

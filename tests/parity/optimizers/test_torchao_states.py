@@ -34,7 +34,7 @@ class Quantized(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(WIDTH, CLASSES)
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(WIDTH, CLASSES)
         self.double()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -46,8 +46,8 @@ class Quantized(pl.LightningModule):
     def train_dataloader(self) -> Any:
         placement = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         generator = torch.Generator().manual_seed(1)
-        x = torch.randn(32, WIDTH, generator=generator, dtype=torch.float64)
-        samples = TensorDataset(x, torch.randint(0, CLASSES, (32,), generator=generator))
+        x = torch.randn(16, WIDTH, generator=generator, dtype=torch.float64)
+        samples = TensorDataset(x, torch.randint(0, CLASSES, (16,), generator=generator))
         sampler = DistributedSampler(samples, shuffle=False, **placement)
         return DataLoader(samples, batch_size=8 // placement["num_replicas"], sampler=sampler)
 

@@ -19,7 +19,7 @@ TOLERANCE = 1e-9
 SCHEDULES = [name for name in available_schedules() if name != "auto"]
 MODES = [("replicate", None), ("shard_grad_op", None), ("full_shard", None), ("full_shard", 2)]
 MESHES = [(2, 2), (1, 4), (4, 1)]
-CASES_PER_RUN = 6
+CASES_PER_RUN = 4
 
 PRODUCT = [
     Case(schedule, mode, pipeline, replicas, budget=budget, checkpointing=checkpointing, accumulate=accumulate)
@@ -113,7 +113,7 @@ def check(pool: WorkerPool, cases: list[Case]) -> None:
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.parametrize("cases", runs_of(COVERING), ids=lambda cases: str(cases[0]))
+@pytest.mark.parametrize("cases", runs_of(COVERING[2:] + COVERING[:2]), ids=lambda cases: str(cases[0]))
 def test_gradients_equal_one_device(pool: WorkerPool, cases: list[Case]) -> None:
     check(pool, cases)
 

@@ -50,7 +50,7 @@ class Packed(NotesLosses):
         torch.manual_seed(0)
         self.of = of
         self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens, mask = batch

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 TWO_STAGES = Layout("1f1b", 2, 1, 2)
-LAYOUTS = [pytest.param(TWO_STAGES, marks=pytest.mark.nightly), Layout("zb_h1", 3, 1, 4)]
+BY_NIGHT = [pytest.param(layout, marks=pytest.mark.nightly) for layout in (TWO_STAGES, Layout("zb_h1", 3, 1, 4))]
+LAYOUTS = [Layout("zb_h1", 2, 1, 4), *BY_NIGHT]
 
 
 class Appends(Classifier):
@@ -81,7 +82,7 @@ class Appends(Classifier):
 
 def appended(layout: Layout | None) -> Any:
     module = make(Appends)
-    make_trainer(layout).fit(module, Data(num_train=22, num_val=10))
+    make_trainer(layout).fit(module, Data(num_train=14, num_val=6))
     return plainly(
         [module.seen, module.counts, module.num_seen, module.was_seen, module.best, module.by_batch, module.num_right]
     )
@@ -98,7 +99,7 @@ def plainly(value: Any) -> Any:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_as_on_one_device(pool: WorkerPool, layout: Layout) -> None:
     seen, counts, num_seen, *_ = check_on_every_rank(pool, appended, layout)
-    assert sum(counts) == num_seen == 44 and len(seen) > 4
+    assert sum(counts) == num_seen == 28 and len(seen) > 4
 
 
 class Buffers(Classifier):
@@ -135,7 +136,7 @@ class Buffers(Classifier):
 
 def seen_by(layout: Layout | None, kind: type[Any]) -> Any:
     module = make(kind)
-    make_trainer(layout).fit(module, Data(num_train=22, num_val=10))
+    make_trainer(layout).fit(module, Data(num_train=14, num_val=6))
     return module.seen
 
 
@@ -143,7 +144,7 @@ def seen_by(layout: Layout | None, kind: type[Any]) -> Any:
 def test_buffers_hold_what_they_would_on_one_device(pool: WorkerPool, layout: Layout) -> None:
     seen = check_on_every_rank(pool, seen_by, layout, Buffers)
     matrix, num_seen, _, _, num_steps, *labels = seen[-1]
-    assert sum(matrix) == num_seen == 88 and sum(labels) == 44 and len(seen) == num_steps
+    assert sum(matrix) == num_seen == 56 and sum(labels) == 28 and len(seen) == num_steps
 
 
 class CountsInALoop(Classifier):
@@ -175,7 +176,7 @@ class CountsInALoop(Classifier):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_elements_that_are_counted_in_a_loop_are_those_of_one_device(pool: WorkerPool, layout: Layout) -> None:
     matrix, whole, *_ = check_on_every_rank(pool, seen_by, layout, CountsInALoop)[-1]
-    assert matrix == whole and sum(map(sum, whole)) == 44
+    assert matrix == whole and sum(map(sum, whole)) == 28
 
 
 class AddsToAnEntry(CountsInALoop):
@@ -222,7 +223,7 @@ class Cached(Classifier):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_cache_in_a_buffer_trains(pool: WorkerPool, layout: Layout) -> None:
-    assert len(check_on_every_rank(pool, seen_by, layout, Cached)) > 4
+    assert len(check_on_every_rank(pool, seen_by, layout, Cached)) == 4
 
 
 class NeitherSumNorMean(Appends):
@@ -237,7 +238,7 @@ class NeitherSumNorMean(Appends):
 
 
 def refused(layout: Layout) -> None:
-    make_trainer(layout).fit(make(NeitherSumNorMean), Data(num_train=22, num_val=10))
+    make_trainer(layout).fit(make(NeitherSumNorMean), Data(num_train=14, num_val=6))
 
 
 def test_a_number_that_is_neither_is_refused(pool: WorkerPool) -> None:

@@ -30,6 +30,8 @@ from lightning_pp import PipelineParallelStrategy
 CLIPPED: dict[str, Any] = {"clip_val": 0.05, "clip_algorithm": "norm", "optimizer": "adamw"}
 # two updates, the second of one batch, a smaller one
 ACCUMULATED: dict[str, Any] = {**CLIPPED, "accumulate": 2, "num_samples": 22, "max_epochs": 1, "num_val_samples": 4}
+# of one size: a step of each size is recorded by itself
+UPDATED: dict[str, Any] = {**ACCUMULATED, "accumulate": 1, "num_samples": 16}
 SETTINGS = Settings("residual_mlp", **ACCUMULATED, only_trains=True)
 SIZES = [(1, 1, 2), (2, 1, 2), (1, 2, 2)]
 
@@ -178,7 +180,7 @@ NIGHTLY = [
     ids=str,
 )
 def test_sharded_models(pool: WorkerPool, model: str, layout: Layout) -> None:
-    settings = Settings(model, **ACCUMULATED, only_trains=model != "demo_transformer")
+    settings = Settings(model, **UPDATED, only_trains=model != "demo_transformer")
     outcomes = pool.run(train_pipelined, settings, layout, world_size=layout.world_size, timeout=120)
     cut = merged(outcomes, layout).cut
     assert {ending for ending in CUT[model] if not any(name.endswith(ending) for name in cut)} == set(), sorted(cut)
@@ -231,7 +233,7 @@ ODD_WORDS: list[Any] = [
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(("model", "layout", "options"), ODD_WORDS, ids=str)
 def test_vocabularies_that_do_not_divide(pool: WorkerPool, model: str, layout: Layout, options: dict[str, Any]) -> None:
-    settings = Settings(model, **ACCUMULATED, only_trains=True)
+    settings = Settings(model, **UPDATED, only_trains=True)
     outcomes = pool.run(train_pipelined, settings, layout, options, world_size=layout.world_size, timeout=300)
     endings = CUT[model.replace("odd_", "") + "_float64_loss"]  # with the embeddings
     cut = merged(outcomes, layout).cut
@@ -239,9 +241,7 @@ def test_vocabularies_that_do_not_divide(pool: WorkerPool, model: str, layout: L
     check_like_one_device(outcomes, settings, layout)
 
 
-ON_PARTS_OF_THE_SEQUENCE = [
-    ("gpt2_float64_loss", Layout("zb_v", 1, 2, 3, tensor=2)),
-]
+ON_PARTS_OF_THE_SEQUENCE = [("gpt2_float64_loss", Layout("zb_v", 1, 1, 3, tensor=2))]
 AT_NIGHT = [case for case in NIGHTLY if case not in ON_PARTS_OF_THE_SEQUENCE]
 
 
@@ -251,7 +251,7 @@ AT_NIGHT = [case for case in NIGHTLY if case not in ON_PARTS_OF_THE_SEQUENCE]
     ids=str,
 )
 def test_sequence_parallel(pool: WorkerPool, model: str, layout: Layout) -> None:
-    settings = Settings(model, **ACCUMULATED, only_trains=model != "demo_transformer")
+    settings = Settings(model, **UPDATED, only_trains=model != "demo_transformer")
     options = {"sequence_parallel": True}
     # every sum over the ranks waits for all of them, which takes its time where they share few cores
     outcomes = pool.run(train_pipelined, settings, layout, options, world_size=layout.world_size, timeout=300)
@@ -294,7 +294,7 @@ def test_an_overflow_in_one_part_skips_the_update_on_all(pool: WorkerPool) -> No
 def test_mixed_precision_is_that_of_one_device_to_its_rounding(pool: WorkerPool) -> None:
     layout = Layout("zb_h1", 1, 1, 2, tensor=2)
     settings = Settings("gpt2", precision="bf16-mixed", max_epochs=1, num_samples=16, num_val_samples=4)
-    found = merged(pool.run(train_pipelined, settings, layout, timeout=120), layout)
+    found = merged(pool.run(train_pipelined, settings, layout, {"check_first_batches": False}, timeout=120), layout)
     expected = train(settings)
     assert len(found.cut) >= 8
     assert found.losses == pytest.approx(expected.losses, rel=5e-3)

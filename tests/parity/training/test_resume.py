@@ -177,6 +177,11 @@ FILE, FOLDER = {"single_file": True}, {"single_file": False}
 TWO_TENSOR_RANKS = Layout("1f1b", 1, 1, 2, tensor=2)
 TENSOR_CHAINS: dict[str, Chain] = {
     "folder-file-one_device": [
+        (TWO_TENSOR_RANKS, FOLDER),
+        (Layout("zb_v", 2, 1, 2, tensor=2), FILE),
+        (ONE_DEVICE, FILE),
+    ],
+    "replicas-file-one_device": [
         (Layout("1f1b", 1, 2, 2, tensor=2), FOLDER),
         (Layout("zb_v", 2, 1, 2, tensor=2), FILE),
         (ONE_DEVICE, FILE),
@@ -255,8 +260,7 @@ def evaluated_from(layout: Layout | None, settings: Settings, path: Path) -> lis
 
 
 @pytest.mark.parametrize(
-    "single_file",
-    [pytest.param(False, id="sharded", marks=pytest.mark.nightly), pytest.param(True, id="single_file")],
+    "single_file", [pytest.param(False, id="sharded", marks=pytest.mark.nightly), pytest.param(True, id="single_file")]
 )
 def test_validate_from_a_checkpoint(pool: WorkerPool, tmp_path: Path, single_file: bool) -> None:
     path, settings = tmp_path / "trained.ckpt", Settings("residual_mlp", optimizer="adamw", max_epochs=1)

@@ -137,7 +137,7 @@ def test_a_search_without_time_compares_what_is_made_by_hand() -> None:
     assert found.name == f"auto ({best})"
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("whole_batch_loss", [False, True])
 @pytest.mark.parametrize("sharding", [None, "shard_grad_op", "full_shard"])
 def test_a_bound_holds_where_one_look_at_every_action_would_take_longer(
@@ -184,10 +184,7 @@ def test_holding_more_after_the_input_gradient_uses_whole_backwards() -> None:
         schedule.validate(costs=costs, memory_limit=limit)
 
 
-@pytest.mark.parametrize(
-    ("row", "factor", "key"),
-    [(1, 2, "zb_2p"), (3, 2, "zb_2p"), (3, 1, "zb_1p")],
-)
+@pytest.mark.parametrize(("row", "factor", "key"), [(1, 2, "zb_2p"), (3, 2, "zb_2p"), (3, 1, "zb_1p")])
 def test_published_automatic_schedules(row: int, factor: int, key: str) -> None:
     profile = PROFILES["one_chunk_per_rank"][row]
     model = PROFILES["architectures"][profile["model"]]

@@ -54,7 +54,7 @@ class Data(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(2)
         data = TensorDataset(
-            torch.randn(64, 8, generator=generator), torch.randint(NUM_GROUPS, (64,), generator=generator)
+            torch.randn(32, 8, generator=generator), torch.randint(NUM_GROUPS, (32,), generator=generator)
         )
         shares = self.trainer.distributed_sampler_kwargs
         sampler = DistributedSampler(data, shuffle=False, **(shares or {"num_replicas": 1, "rank": 0}))

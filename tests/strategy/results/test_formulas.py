@@ -95,7 +95,7 @@ def train(kind: type[Logs], layout: Layout | None) -> tuple[list[dict[str, float
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.parametrize("layout", [Layout("zb_v", 2, 2, 2), Layout("1f1b", 2, num_microbatches=4)], ids=str)
+@pytest.mark.parametrize("layout", [Layout("1f1b", 2, num_microbatches=4), Layout("zb_v", 2, 2, 2)], ids=str)
 def test_are_computed_of_those_of_the_batch(pool: WorkerPool, layout: Layout) -> None:
     expected, _ = pool.run(train, Logs, None, world_size=1, timeout=60)[0]
     for values, told in pool.run(train, Logs, layout, world_size=layout.world_size, timeout=90):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.strategy.step.progress import reads_batch_idx
 
-NUM_BATCHES, LATE = 10, 7
+NUM_BATCHES, LATE = 7, 5
 
 
 class Changing(Blocks):

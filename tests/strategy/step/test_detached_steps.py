@@ -128,7 +128,7 @@ def train(
     for kind in kinds:
         module, losses = kind(), Losses()
         BATCHES_SEEN[0] = 0
-        options: dict[str, Any] = {"precision": "64-true", "callbacks": [losses], "limit_train_batches": 5}
+        options: dict[str, Any] = {"precision": "64-true", "callbacks": [losses], "limit_train_batches": 4}
         run = (
             trainer(1, "auto", **options)
             if layout is None

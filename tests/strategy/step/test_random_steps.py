@@ -27,7 +27,7 @@ class Drawing(Blocks):
     """LayerDrop, with noise from Python, NumPy and torch that the first and the last stage both look at."""
 
     def __init__(self) -> None:
-        super().__init__(num_blocks=6)
+        super().__init__(num_blocks=4)
         self.blocks[0] = Echo(8, 8)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

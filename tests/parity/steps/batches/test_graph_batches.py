@@ -183,9 +183,9 @@ def test_trained_as_on_one_device(pool: WorkerPool, kind: type[Graphs], layout: 
 
 def test_replicas_weigh_by_graphs(pool: WorkerPool) -> None:
     expected = train(None, Graphs)[-1]
-    layout = Layout("1f1b", 2, 2, 3)
+    layout = Layout("1f1b", 1, 2, 3)
     weights: dict[str, Tensor] = {}
-    for *_, part in pool.run(train, layout, Graphs, "documented", world_size=4, timeout=60):
+    for *_, part in pool.run(train, layout, Graphs, "documented", world_size=2, timeout=60):
         weights.update(part)
     assert_equal_trees(weights, expected)
 
@@ -193,7 +193,7 @@ def test_replicas_weigh_by_graphs(pool: WorkerPool) -> None:
 def test_objects_that_stay_whole_train_on_replicas(pool: WorkerPool) -> None:
     expected = train(None, GraphObjects)[-1]
     weights: dict[str, Tensor] = {}
-    for *_, part in pool.run(train, Layout("1f1b", 2, 2, 1), GraphObjects, world_size=4, timeout=60):
+    for *_, part in pool.run(train, Layout("1f1b", 1, 2, 1), GraphObjects, world_size=2, timeout=60):
         weights.update(part)
     assert_equal_trees(weights, expected)
 

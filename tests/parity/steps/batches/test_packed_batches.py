@@ -67,7 +67,7 @@ class Packed(NotesLosses):
         torch.manual_seed(5)
         self.embedding, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(32, WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, batch: Any) -> Tensor:
         h = self.embedding(batch["input_ids"]) + self.positions(batch["position_ids"])
