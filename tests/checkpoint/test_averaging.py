@@ -97,10 +97,7 @@ def refused(folder: Path) -> list[str]:
     messages = []
     normed = Stack()
     normed.norm = torch.nn.SyncBatchNorm(3)
-    cases: list[tuple[pl.LightningModule, dict[str, Any]]] = [
-        (normed, {}),
-        (Stack(), {"sync_batchnorm": True}),
-    ]
+    cases: list[tuple[pl.LightningModule, dict[str, Any]]] = [(normed, {}), (Stack(), {"sync_batchnorm": True})]
     for module, arguments in cases:
         try:
             make_trainer((2, 1), folder, **arguments).fit(module.double(), loader())

@@ -11,15 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_parts import (
-    Part,
-    build,
-    differences,
-    load_checkpoint,
-    make_part,
-    one_device,
-    save_sharded,
-)
+from pipeline_parts import Part, build, differences, load_checkpoint, make_part, one_device, save_sharded
 from pool import WorkerPool
 
 from lightning_pp.checkpoint.ownership.catalog import ParameterCatalog

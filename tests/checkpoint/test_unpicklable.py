@@ -93,11 +93,7 @@ class Full(Stack):
 
 
 def fit(
-    layout: tuple[int, int],
-    folder: Path,
-    bad: tuple[int, ...],
-    options: dict[str, Any],
-    path: Path | None = None,
+    layout: tuple[int, int], folder: Path, bad: tuple[int, ...], options: dict[str, Any], path: Path | None = None
 ) -> tuple[Any, list[str], Any]:
     """Loads of the loader; what was told of pickling; the weights. Saves four times, after each two batches."""
     saver = pl.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)

@@ -85,11 +85,7 @@ def start_command(
 
 
 def run_forked(
-    arguments: list[str],
-    folder: Path,
-    num_processes: int = 1,
-    timeout_s: float = 120.0,
-    module: str = "lightning_pp",
+    arguments: list[str], folder: Path, num_processes: int = 1, timeout_s: float = 120.0, module: str = "lightning_pp"
 ) -> Finished:
     """As :func:`run_command`, without the seconds that importing takes; processes that it launches itself are new ones.
 

@@ -142,11 +142,7 @@ def test_install_script_takes_another_torch_on_request(device: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (["v"], "usage:"),
-        (["v", "hf", "tpu"], "unknown device 'tpu'"),
-        (["v", "hf", "cpu", "some"], "usage:"),
-    ],
+    [(["v"], "usage:"), (["v", "hf", "tpu"], "unknown device 'tpu'"), (["v", "hf", "cpu", "some"], "usage:")],
 )
 def test_install_script_refuses_what_it_does_not_know(arguments: list[str], said: str, tmp_path: Path) -> None:
     finished = install(arguments, tmp_path)

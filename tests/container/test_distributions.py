@@ -25,11 +25,7 @@ NOT_SOURCES = shutil.ignore_patterns(
     ".git", "__pycache__", "*.egg-info", "PKG-INFO", "build", "dist", "outputs", "multirun", ".venv", "venv", ".*_cache"
 )
 NO_ADDRESS = {"REPOSITORY_URL": "", "GITHUB_WORKSPACE": ""}
-OF_GITHUB = {
-    "GITHUB_SERVER_URL": "https://code.example",
-    "GITHUB_REPOSITORY": "group/project",
-    "GITHUB_SHA": "0f1e2d",
-}
+OF_GITHUB = {"GITHUB_SERVER_URL": "https://code.example", "GITHUB_REPOSITORY": "group/project", "GITHUB_SHA": "0f1e2d"}
 
 
 def built(kind: str, sources: Path, folder: Path, **variables: str) -> Path:

@@ -11,13 +11,7 @@ from lightning_pp.errors import ConfigurationError
 
 @pytest.mark.parametrize(
     ("pipeline", "data", "world", "expected"),
-    [
-        ("auto", "auto", 4, (4, 1)),
-        (2, "auto", 8, (2, 4)),
-        ("auto", 2, 8, (4, 2)),
-        (3, 2, 6, (3, 2)),
-        (1, 1, 1, (1, 1)),
-    ],
+    [("auto", "auto", 4, (4, 1)), (2, "auto", 8, (2, 4)), ("auto", 2, 8, (4, 2)), (3, 2, 6, (3, 2)), (1, 1, 1, (1, 1))],
 )
 def test_sizes_fill_the_world(pipeline: object, data: object, world: int, expected: tuple[int, int]) -> None:
     sizes = ParallelSizes.resolve(pipeline, data, world)  # type: ignore[arg-type]

@@ -119,10 +119,7 @@ def test_queues_of_a_device(
 )
 def test_batches_in_pageable_memory_are_told_on_a_device(device: str, is_pinned: bool, is_told: bool) -> None:
     batch = {"x": torch.zeros(2), "name": "text", "pair": [torch.zeros(3)]}
-    with (
-        patch.object(torch.Tensor, "is_pinned", lambda _: is_pinned),
-        warnings.catch_warnings(record=True) as caught,
-    ):
+    with patch.object(torch.Tensor, "is_pinned", lambda _: is_pinned), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         advise_pinned_memory(batch, torch.device(device))
     assert ["pin_memory=True" in str(warning.message) for warning in caught] == [True] * is_told

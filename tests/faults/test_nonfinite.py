@@ -98,14 +98,7 @@ def loader(num_replicas: int, bad_sample: int | None) -> DataLoader[Any]:
 
 
 def make_trainer(devices: int, strategy: Any, folder: Path, **options: Any) -> pl.Trainer:
-    return pl.Trainer(
-        **QUIET,
-        devices=devices,
-        strategy=strategy,
-        default_root_dir=folder,
-        max_epochs=1,
-        **options,
-    )
+    return pl.Trainer(**QUIET, devices=devices, strategy=strategy, default_root_dir=folder, max_epochs=1, **options)
 
 
 def fit_pipeline(

@@ -43,9 +43,6 @@ def split_model(recording: RecordedModel, num_stages: int, split_points: Sequenc
     """One stage on each rank, balanced or cut at ``split_points``."""
     placement = Placement.interleaved(num_stages)
     partition = partition_units(
-        recording.record,
-        placement=placement,
-        num_parameters=recording.num_parameters,
-        split_points=split_points,
+        recording.record, placement=placement, num_parameters=recording.num_parameters, split_points=split_points
     )
     return assign_stages(recording, placement=placement, partition=partition)

@@ -153,10 +153,7 @@ def test_another_bit_generator_of_the_host_goes_on_as_without_steps() -> None:
 def test_exchanging_numpys_bit_generator_in_a_step_for_another_kind_is_refused() -> None:
     before = numpy.random.get_bit_generator()
     try:
-        with (
-            pytest.raises(RuntimeError, match="bit generator was replaced during a step"),
-            step_seeded(3, CPU),
-        ):
+        with pytest.raises(RuntimeError, match="bit generator was replaced during a step"), step_seeded(3, CPU):
             numpy.random.set_bit_generator(numpy.random.PCG64(1))
     finally:
         numpy.random.set_bit_generator(before)

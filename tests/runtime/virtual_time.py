@@ -136,12 +136,7 @@ def split_chain(num_stages: int) -> tuple[Chain, SplitModel, StepPlan]:
 
         split = split_model(
             record_model(
-                chain,
-                device=CPU,
-                step=step,
-                with_gradients=True,
-                patterns=["units.*"],
-                num_stages=num_stages,
+                chain, device=CPU, step=step, with_gradients=True, patterns=["units.*"], num_stages=num_stages
             ),
             num_stages,
             [f"units.{stage}" for stage in range(1, num_stages)],

@@ -39,13 +39,7 @@ def batches_of(name: str) -> list[Any]:
 )
 def test_training_with_every_layer_run_again_equals_the_whole_model(name: str) -> None:
     """Llama and T5 put the keys of each layer into a cache that they are given, and would find them there."""
-    compare(
-        transformers_by_hand.ARCHITECTURES[name][0],
-        batches_of(name),
-        3,
-        splits_backward=True,
-        runs_again=True,
-    )
+    compare(transformers_by_hand.ARCHITECTURES[name][0], batches_of(name), 3, splits_backward=True, runs_again=True)
 
 
 @pytest.mark.by_day(2)

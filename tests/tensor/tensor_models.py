@@ -179,10 +179,7 @@ def _transformer(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
         return (
             LlamaDecoderLayer(config, 0),
             (hidden(),),
-            {
-                "position_embeddings": rotary(WIDTH // HEADS),
-                "attention_mask": mask,
-            },
+            {"position_embeddings": rotary(WIDTH // HEADS), "attention_mask": mask},
         )
     if kind == "phi3":  # query, key and value of different widths in one projection, taken by slices
         from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer

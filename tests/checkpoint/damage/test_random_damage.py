@@ -23,8 +23,7 @@ def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[bo
 
 
 @pytest.mark.parametrize(
-    "single_file",
-    [pytest.param(False, id="sharded", marks=pytest.mark.nightly), pytest.param(True, id="single_file")],
+    "single_file", [pytest.param(False, id="sharded", marks=pytest.mark.nightly), pytest.param(True, id="single_file")]
 )
 @FUZZ
 @given(data=st.data())

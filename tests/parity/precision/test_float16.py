@@ -147,12 +147,7 @@ ON_DEVICES = [
     pytest.param("cuda", layout(1, 1, "1f1b"), id="cuda-alone", marks=pytest.mark.gpu),
     pytest.param("cuda", layout(1, 1, "1f1b", cpu_offload=True), id="cuda-offloaded", marks=pytest.mark.gpu),
     *(
-        pytest.param(
-            "cuda",
-            strategy,
-            id=f"cuda-{index}",
-            marks=pytest.mark.gpu,
-        )
+        pytest.param("cuda", strategy, id=f"cuda-{index}", marks=pytest.mark.gpu)
         for index, strategy in enumerate(LAYOUTS)
     ),
 ]

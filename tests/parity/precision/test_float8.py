@@ -26,13 +26,7 @@ def train(
     torch.manual_seed(0)
     changes = options.pop("changes", {})
     module = Float8GPT(recipe, **changes)
-    trainer = pl.Trainer(
-        **QUIET,
-        devices=devices,
-        strategy=strategy,
-        max_epochs=1,
-        **options,
-    )
+    trainer = pl.Trainer(**QUIET, devices=devices, strategy=strategy, max_epochs=1, **options)
     trainer.fit(module, batches or token_batches())
     values = {
         name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

@@ -69,9 +69,7 @@ def check(
 
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(
-    ("loss", "layout"),
-    [*COVERING, *(pytest.param(*case, marks=pytest.mark.nightly) for case in EVERYTHING)],
-    ids=str,
+    ("loss", "layout"), [*COVERING, *(pytest.param(*case, marks=pytest.mark.nightly) for case in EVERYTHING)], ids=str
 )
 def test_like_one_device(pool: WorkerPool, loss: str, layout: Layout) -> None:
     check(pool, loss, layout)

@@ -11,14 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from deferred_parity import (
-    Block,
-    assert_parity,
-    assert_same_gradients,
-    collected,
-    plain_backward,
-    seed_gradient,
-)
+from deferred_parity import Block, assert_parity, assert_same_gradients, collected, plain_backward, seed_gradient
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -10,14 +10,7 @@ import architectures
 import pytest
 import torch
 from model_parts import WIDTH, Architecture, Block, doubled, next_token_loss, tokens_of
-from one_process import (
-    TOLERANCE,
-    OneProcessPipeline,
-    build,
-    compare,
-    gradient_error,
-    run_whole,
-)
+from one_process import TOLERANCE, OneProcessPipeline, build, compare, gradient_error, run_whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode

@@ -99,14 +99,7 @@ def test_patterns_choose_levels() -> None:
     module = nn.ModuleDict({"a": nn.Sequential(Block(), Block()), "b": nn.Sequential(Block(), Block())})
     assert list(discover_units(module, ["a.*"])) == ["a.0", "a.1", "b"]
     assert list(discover_units(module, ["a"])) == ["a", "b"]
-    assert list(discover_units(module, ["a.0.up", "b.?"])) == [
-        "a.0.norm",
-        "a.0.up",
-        "a.0.down",
-        "a.1",
-        "b.0",
-        "b.1",
-    ]
+    assert list(discover_units(module, ["a.0.up", "b.?"])) == ["a.0.norm", "a.0.up", "a.0.down", "a.1", "b.0", "b.1"]
     assert list(discover_units(module, "a.[01]")) == ["a.0", "a.1", "b"]
 
 

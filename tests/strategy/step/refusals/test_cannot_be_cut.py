@@ -165,19 +165,13 @@ CANNOT_BE_CUT: list[tuple[type[Blocks], str]] = [
     (GlobalCache, r"made inside 'blocks\.0' is used by .*HERE, but is not an output.*return it from the unit"),
     (Branches, r"HERE reads a value that depends on weights \(blocks\.0\).*'blocks\.1' is called after.*into a unit"),
     (SecondOrder, r"HERE, but is not an output.*torch\.autograd\.grad.*return it from the unit"),
-    (
-        HooksAGradient,
-        r"HERE puts a hook on the gradient.*before the end of the last unit.*inside a unit",
-    ),
+    (HooksAGradient, r"HERE puts a hook on the gradient.*before the end of the last unit.*inside a unit"),
     (
         CallsAgain,
         r"must share a stage, because .*is called again at .*HERE, after units that this call depends on.*"
         r"fewer stages.*units=",
     ),
-    (
-        EditsItsInput,
-        r"made inside 'blocks\.0' is used by .*HERE, but is not an output.*edit in place.*return it",
-    ),
+    (EditsItsInput, r"made inside 'blocks\.0' is used by .*HERE, but is not an output.*edit in place.*return it"),
     (
         BranchesOnAGlobal,
         r"HERE called unit .head., but the recorded step called .blocks\.3. there.*dynamic_step=True|"
