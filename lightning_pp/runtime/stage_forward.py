@@ -457,7 +457,7 @@ class StageForward:
     def _keep_value(self, value: Value, kept: Tensor) -> None:
         self.in_flight.outputs[value] = kept
         if kept.requires_grad:
-            if value not in self._stage.tracked:
+            if self._with_gradients and value not in self._stage.tracked:
                 raise SplitError(
                     f"On stage {self._stage.plan.stage} {self._stage.name_of(value)} requires a gradient. In the "
                     f"recorded step it did not, so no stage sends one back. {KNOWN_IN_ADVANCE}"

@@ -62,7 +62,7 @@ def test_a_read_before_the_last_unit_is_refused_with_its_line(read: str) -> None
     assert f"test_split_reads.py:{line} in " in message
     assert "blocks.0" in message and "'blocks.1' is called after it" in message
     assert "Move the read into a unit or after the last unit" in message
-    assert "or name what reads in units=" in message
+    assert "or name the reading module in units=" in message
 
 
 class ReadingAtTheEnd(Small):

@@ -389,7 +389,7 @@ def test_a_number_made_of_values_is_not_made_up_on_other_stages(block: type[Bloc
         compare(architecture, batches(), 3)
     message = str(error.value)
     assert f"{THIS_FILE}:" in message and "in training_step" in message
-    assert "the unit 'blocks.0' computes it on another stage" in message and "x.sum()" in message
+    assert "The unit 'blocks.0' computes it on another stage" in message and "x.sum()" in message
 
 
 @pytest.mark.by_day(5)
