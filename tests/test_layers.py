@@ -99,14 +99,14 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included. A feature pays for its lines by taking others out, so these numbers go down;
 # one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 13_021,
-    ("strategy",): 13_811,
+    ("split",): 13_020,
+    ("strategy",): 13_747,
     ("cli", "conf", "doctor"): 8_710,
     ("telemetry", "callbacks"): 4_120,
     ("schedule",): 4_699,
-    ("planning",): 5_511,
+    ("planning",): 5_494,
     ("runtime",): 4_536,
-    ("checkpoint",): 3_621,
+    ("checkpoint",): 3_620,
     ("sharding",): 3_492,
     ("distributed",): 2_428,
     ("tensor",): 3_078,

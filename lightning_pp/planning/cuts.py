@@ -143,10 +143,10 @@ def best_partition(
     def fits(moved: Partition) -> bool:
         return memory is None or memory.fits(moved, placement, order)
 
-    starts = [partition]
-    if placement.num_stages > placement.num_ranks and fits(even := balanced(None, even_stages=True)):
-        starts.append(even)
-    return _with_moved_cuts(record, starts, program, cut, fits)
+    tries_even = placement.num_stages > placement.num_ranks
+    starts = [partition, *filter(fits, [balanced(None, even_stages=True)] if tries_even else [])]
+    steps = _Steps(program, record, partition.unit_costs, cut.speeds_of_stages(placement))
+    return min((_moved(steps, start, fits) for start in starts), key=lambda found: found[0])[1]
 
 
 def _fitting(
@@ -161,24 +161,9 @@ def _fitting(
     return memory.fitting_partition(balanced, placement, orders[-1]), orders[-1]
 
 
-def _with_moved_cuts(
-    record: StepRecord,
-    starts: Sequence[Partition],
-    program: Schedule,
-    cut: CutOptions,
-    fits: Callable[[Partition], bool],
-) -> Partition:
-    """What comes of the start with the shortest step, once its cuts have been moved."""
-    row = RowOfUnits(record)
-    steps = _Steps(program, StageTimes(row, starts[0].unit_costs, cut.speeds_of_stages(program.placement)))
-    return min((_moved(row, steps, start, fits) for start in starts), key=lambda found: found[0])[1]
-
-
-def _moved(
-    row: RowOfUnits, steps: _Steps, partition: Partition, fits: Callable[[Partition], bool]
-) -> tuple[float, Partition]:
+def _moved(steps: _Steps, partition: Partition, fits: Callable[[Partition], bool]) -> tuple[float, Partition]:
     """Moves cuts by one unit at a time as long as that makes a step shorter; its time, and the cuts."""
-    places = row.places(partition)
+    row, places = steps.row, steps.row.places(partition)
     best, tried = steps.time(places), 0
     while tried < _MOST_MOVES_TRIED:
         for number, candidate, time in steps.shorter(row.moved(places), best):
@@ -192,15 +177,20 @@ def _moved(
 
 
 class _Steps:
-    """The time of a step, for many cuts at once.
+    """The time of a step, for many cuts at once, by the costs of units alone, in their unit: messages take none.
 
     Args:
         program: The schedule of the step.
-        stages: What its stages take.
+        record: The step, which has the row of units.
+        costs: Of units.
+        speeds: Of each stage's rank.
     """
 
-    def __init__(self, program: Schedule, stages: StageTimes) -> None:
-        self._spans, self._stages = LongestSpans(program), stages
+    def __init__(
+        self, program: Schedule, record: StepRecord, costs: Mapping[str, UnitCost], speeds: Sequence[float]
+    ) -> None:
+        self.row = RowOfUnits(record)
+        self._spans, self._stages = LongestSpans(program), StageTimes(self.row, costs, speeds)
         self._num_microbatches, placement = program.num_microbatches, program.placement
         self._stages_of_ranks = [list(placement.stages_of_rank(rank)) for rank in range(placement.num_ranks)]
 

@@ -1,11 +1,12 @@
-"""A model cut as training would cut it, for one placement after another, without devices."""
+"""A model recorded and cut: training, its plan and the search of plans all ask here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,8 +18,8 @@ from lightning_pp.planning.hardware.devices import PLANNED_ON_CPU, PlannedDevice
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.pipeline_options import PipelineOptions
-from lightning_pp.planning.refinement.choice import CutChoice
-from lightning_pp.planning.refinement.recomputed import recomputed_units
+from lightning_pp.planning.refinement.choice import CutChoice, Decided
+from lightning_pp.planning.refinement.recomputed import about_recomputed, recomputed_units
 from lightning_pp.planning.schedules.source import ScheduleSource
 from lightning_pp.planning.stage_model import (
     RecordedModel,
@@ -29,12 +30,13 @@ from lightning_pp.planning.stage_model import (
     record_model,
     with_recomputation,
 )
-from lightning_pp.planning.tuning import LayoutRequest
+from lightning_pp.planning.tuning import Layout, LayoutRequest
 from lightning_pp.planning.unit_times.measure import UnitTimes
 from lightning_pp.schedule import Placement
 from lightning_pp.split.data.microbatch import Microbatch, batch_size_of
 from lightning_pp.split.dry_run.run import DryRun
-from lightning_pp.split.head.choice import SplitHead, head_to_split
+from lightning_pp.split.dry_run.weight_updates import Updates
+from lightning_pp.split.head.choice import head_to_split
 from lightning_pp.split.memory.state_memory import StepDtypes
 
 
@@ -53,6 +55,18 @@ class Cut:
     about_head: str = ""
 
 
+class TrainingRanks(NamedTuple):
+    """How the ranks of a training come to the same cut; each has a cutter, and asks it the same in the same order.
+
+    Attributes:
+        decided: Returns on every rank what its argument returns on the rank that decides.
+        recorded: Returns the recording that its argument makes; raises on every rank if that fails on one.
+    """
+
+    decided: Decided
+    recorded: Callable[[Callable[[], RecordedModel]], RecordedModel]
+
+
 @dataclass(frozen=True)
 class StepToCut:
     """The step for which a model is cut.
@@ -63,6 +77,8 @@ class StepToCut:
         step: The user's step on the first microbatch, for a dry run.
         optimizer: The user's optimizer over the whole module; None where there is none.
         dtypes: Of computation and of gradients, where they are not the parameters'.
+        trains: Whether it is a training step.
+        ranks: Of the training that follows; it may do what cannot be recorded, so that this is no error. None: a plan.
     """
 
     batch: Any
@@ -70,26 +86,28 @@ class StepToCut:
     step: Callable[[DryRun], Any]
     optimizer: Optimizer | None = None
     dtypes: StepDtypes = field(default_factory=StepDtypes)
+    trains: bool = True
+    ranks: TrainingRanks | None = None
 
 
 class ModelCutter:
-    """Cuts a module for one placement after another; the module is left as it was.
+    """Records a module's step and cuts the module, for one placement after another; the module is left as it was.
 
     Args:
         module: The whole module; its parameters may be on the meta device.
         options: What the user says of the pipeline.
         sizes: Of the pipeline.
-        step: A step of training.
+        step: The step, of training where it is planned.
         device: What is planned for.
         recordings: Recordings of the step that there are, each with the number of stages that its units were found
             for; others are made when they are needed.
         refines: Whether cuts may fall inside of blocks, as in training; that takes more recordings for each placement.
 
     Attributes:
-        batch_size: Samples in the batch; None if they cannot be counted.
         microbatch: The first microbatch, which is what the step is recorded with.
         num_microbatches: How many there are.
         optimizer: The user's, over the whole module; None where there is none.
+        about_recomputed: Which blocks ``activation_checkpointing="auto"`` recomputes, a sentence; empty without it.
     """
 
     def __init__(
@@ -106,16 +124,29 @@ class ModelCutter:
         self.module = module
         self.options = options
         self.sizes = sizes
-        self.batch_size = batch_size_of(step.batch, options.batches.batch_dim)
         self.microbatch = step.microbatches[0]
         self.num_microbatches = len(step.microbatches)
         self._step, self.optimizer = step, step.optimizer
         self._device = device
         self._recordings = list(recordings)
         self._refines = refines
+        self._decided: Decided = step.ranks.decided if step.ranks else lambda compute: compute()
+        self._updates: Updates = {}
+        self._communicators_bytes = 0
         self._refined: dict[tuple[int, frozenset[str], int], RecordedModel | None] = {}
         self._unit_times: UnitTimes | None = None
         self._recomputed: list[str] = []
+        self.about_recomputed = ""
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in the batch; None if they cannot be counted."""
+        return batch_size_of(self._step.batch, self.options.batches.batch_dim)
+
+    @property
+    def fewest_stages(self) -> int:
+        """Stages that there have to be units for."""
+        return self._request().fewest_stages
 
     def measure_units(self, most_seconds: float, tell: Callable[[str], None] = lambda text: None) -> UnitTimes:
         """From here on, cuts and costs use the times of units that run alone on the device.
@@ -149,44 +180,63 @@ class ModelCutter:
     def _choice(self, recording: RecordedModel, source: ScheduleSource | None = None) -> CutChoice:
         num_stages = next(made_for for made_for, one in self._recordings if one is recording)
         again = partial(self._with_refined, num_stages) if self._refines else None
-        return CutChoice(recording, lambda recording: self._request(recording, source), again)
+        return CutChoice(recording, lambda one: self._request(one, source), again, self._decided)
+
+    def layout(self, recording: RecordedModel) -> tuple[RecordedModel, Layout]:
+        """What training lays out of ``recording``, one that is kept, perhaps with blocks refined, and how.
+
+        Raises:
+            ConfigurationError, SplitError, ScheduleError: As :func:`lightning_pp.planning.tuning.best_layout` says.
+        """
+        return self._choice(recording).layout()
 
     def placement(self) -> Placement:
         """Where training would put the stages.
 
         Raises:
-            ConfigurationError, SplitError, ScheduleError: As :func:`lightning_pp.planning.tuning.best_layout` says.
+            ConfigurationError, SplitError, ScheduleError: As :meth:`layout` says.
         """
         request = self._request()
         if len(request.placements) == 1:
             return request.placements[0]
-        return self._choice(self.recording(request.fewest_stages)).layout()[1].placement
+        return self.layout(self.recording(request.fewest_stages))[1].placement
 
-    @property
+    @cached_property
     def memory_model(self) -> MemoryModel:
         """How bytes are counted."""
         return MemoryModel.of(
             self.options.sharding,
             self.sizes.data_parallel_shard,
             self._step.dtypes,
+            trains=self._step.trains,
             options=self.options.schedule,
             device_type=self._device.type,
             optimizer=self.optimizer,
         )
 
+    def count(self, optimizer: Optimizer | None, updates: Updates, communicators_bytes: int) -> None:
+        """Has a limit of memory count what a training knows: an optimizer, which is not kept, and what hooks update."""
+        self._updates, self._communicators_bytes = updates, communicators_bytes
+        if self.options.device_memory_gib is not None and optimizer is not None:
+            self.memory_model = self.memory_model.with_optimizer(optimizer)
+
+    def memory(self, recording: RecordedModel) -> DeviceMemory | None:
+        """The memory limit of a rank for ``recording``; None for no limit."""
+        limit = self.options.device_memory_gib
+        if limit is None:
+            return None
+        return DeviceMemory(limit, self.memory_model, recording, self._updates, self._communicators_bytes)
+
     def _request(self, recording: RecordedModel | None = None, source: ScheduleSource | None = None) -> LayoutRequest:
-        request = self.options.layout_request(
-            self.sizes.pipeline, self.num_microbatches, self._device.type, self._device.flops_per_byte
-        )
+        options, memory = self.options.schedule, None
         if source is not None:
-            request = replace(request, options=replace(request.options, source=source))
-        if recording is not None and self._unit_times is not None:
-            costs = self._unit_times.of(recording)
-            request = replace(request, options=replace(request.options, costs=costs))
-        if recording is None or self.options.device_memory_gib is None:
-            return request
-        memory = DeviceMemory(self.options.device_memory_gib, self.memory_model, recording, {})
-        return replace(request, memory=memory)
+            options = replace(options, source=source)
+        if recording is not None:
+            memory = self.memory(recording)
+            if self._unit_times is not None:
+                options = replace(options, costs=self._unit_times.of(recording))
+        cut = replace(self.options.cut, flops_per_byte=self._device.flops_per_byte)
+        return LayoutRequest(options, self.sizes.pipeline, self.num_microbatches, cut, self._device.type, memory)
 
     def recording(self, num_stages: int, like: RecordedModel | None = None) -> RecordedModel:
         """A recording of the step with the units that training would find for so many stages.
@@ -201,9 +251,14 @@ class ModelCutter:
                 recording, made_for, num_stages
             ):
                 return recording
-        recording = self._record(num_stages, like=like)
-        if self.options.activation_checkpointing == AUTO:
-            self._recomputed = recomputed_units(recording, self._request)
+        return self.keep(num_stages, self.record(num_stages, like=like))
+
+    def keep(self, num_stages: int, recording: RecordedModel) -> RecordedModel:
+        """``recording``, one for so many stages, as it serves from here on: with what has to be recomputed."""
+        limit_gib = self.options.device_memory_gib
+        if self.options.activation_checkpointing == AUTO and self._step.trains and limit_gib is not None:
+            self._recomputed = self._decided(partial(recomputed_units, recording, self._request))
+            self.about_recomputed = about_recomputed(self._recomputed, recording, limit_gib)
             recording = with_recomputation(recording, self._recomputed)
         self._recordings.append((num_stages, recording))
         return recording
@@ -223,37 +278,43 @@ class ModelCutter:
                 num_stages = made_for
         key = num_stages, frozenset(names), num_head_parts
         if key not in self._refined:
-            try:
-                refined = self._record(num_stages, names, num_head_parts or False)
-                self._refined[key] = with_recomputation(refined, self._recomputed) if self._recomputed else refined
-            except Exception:  # of the user's code, too, which is not run so then
-                self._refined[key] = None
+            self._refined[key] = None
+            with suppress(Exception):  # of the user's code, too, which is not run so then
+                record, ranks = partial(self.record, *key), self._step.ranks
+                self._refined[key] = ranks.recorded(record) if ranks else record()
         return self._refined[key]
 
-    def _record(
+    def record(
         self,
         num_stages: int,
         refined: Collection[str] = (),
-        split_head: SplitHead | None = None,
+        num_head_parts: int | None = None,
         like: RecordedModel | None = None,
     ) -> RecordedModel:
+        """A dry run of the step, with units for so many stages; ``refined`` and the head in parts where asked."""
+        step, split_head = self._step, self.options.split_head if num_head_parts is None else num_head_parts or False
+        may_fail = step.ranks is not None
+        is_noted = self.sizes.tensor > 1 or not may_fail  # a search makes recordings for tensor ranks of one
         recorded = record_model(
             self.module,
             device=self._device.here,
-            step=self._step.step,
-            with_gradients=True,
+            step=step.step,
+            with_gradients=step.trains,
             patterns=self.options.cut.units,
             num_stages=num_stages,
             how=RecordingOptions(
-                self._step.dtypes.compute,
+                step.dtypes.compute,
                 self.options.recorded_checkpointing,
-                split_head=self.options.split_head if split_head is None else split_head,
-                refined={*refined, *self.options.refined_units(self.module)},
-                tensor=self.options.tensor_ranks(self.sizes.tensor),
+                may_fail,
+                split_head if step.trains else False,
+                {*refined, *self.options.refined_units(self.module)},
+                self.options.tensor_ranks(self.sizes.tensor) if is_noted else None,
             ),
             like=like,
         )
-        return _checked(recorded, self.sizes.tensor)
+        if refined and self._recomputed:
+            recorded = with_recomputation(recorded, self._recomputed)
+        return recorded if may_fail else _checked(recorded, self.sizes.tensor)
 
     def on_tensor_ranks(self, recording: RecordedModel, like: RecordedModel | None = None) -> RecordedModel:
         """``recording``, made for one tensor rank, for those that there are; ``like`` as of :meth:`recording`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from torch import nn
@@ -21,7 +21,6 @@ from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.schedules.options import ScheduleOptions
 from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.planning.tensor_parts import TensorRanks
-from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.split.data.microbatch import BatchDim, SplitBatch
 from lightning_pp.split.head.choice import SplitHead
 from lightning_pp.split.unit_calls.units import discover_units
@@ -180,17 +179,3 @@ class PipelineOptions:
             )
         is_deferred = not self.schedule.whole_batch_loss
         return TensorRanks(size, self.tensor_parallel_plan, self.sequence_parallel, is_deferred)
-
-    def layout_request(
-        self, num_ranks: int, num_microbatches: int, device_type: str, flops_per_byte: float = 0.0
-    ) -> LayoutRequest:
-        """What a layout is chosen from, without a limit of memory.
-
-        Args:
-            num_ranks: Ranks of the pipeline.
-            num_microbatches: Of the first batch.
-            device_type: Of the device that computes.
-            flops_per_byte: FLOPs that it does in the time in which its memory moves a byte; 0: not known.
-        """
-        cut = replace(self.cut, flops_per_byte=flops_per_byte)
-        return LayoutRequest(self.schedule, num_ranks, num_microbatches, cut, device_type)

@@ -6,14 +6,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
 
 from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
 from lightning_pp.planning.cuts import CutOptions, best_partition, costs_of_other_cuts, measured_unit_costs
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.schedules.given_costs import GivenCosts
 from lightning_pp.planning.schedules.options import ScheduleOptions
-from lightning_pp.planning.schedules.predictions import Prediction
+from lightning_pp.planning.schedules.predictions import Prediction, step_time
 from lightning_pp.planning.stage_costs import assumed_speed, estimated_costs
 from lightning_pp.schedule import Placement, Schedule, StageCosts
 from lightning_pp.split.cut.partition import Partition
@@ -24,8 +23,6 @@ _log = logging.getLogger(__name__)
 
 # More stages on a rank mean more messages and more actions than the estimate knows of.
 _WORTH_MORE_STAGES = 0.98
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,11 @@ class Layout:
     rejected: tuple[Prediction, ...] = ()
     about_head: str = ""
 
+    @cached_property
+    def step_ms(self) -> float:
+        """The planned time of a step."""
+        return step_time(self.start, self.costs)
+
 
 @dataclass(frozen=True)
 class LayoutRequest:
@@ -64,7 +66,6 @@ class LayoutRequest:
         cut: What the user says of the cuts.
         device_type: Of the device that computes, for estimates.
         memory: What a rank may hold altogether; None for no limit.
-        placement: Where the stages are, if that is decided.
     """
 
     options: ScheduleOptions
@@ -73,7 +74,6 @@ class LayoutRequest:
     cut: CutOptions
     device_type: str
     memory: DeviceMemory | None = None
-    placement: Placement | None = None
 
     @property
     def fewest_stages(self) -> int:
@@ -82,20 +82,13 @@ class LayoutRequest:
 
     @cached_property
     def placements(self) -> list[Placement]:
-        """Where the stages may be; several where there is a choice."""
-        if self.placement is not None:
-            return [self.placement]
-        return self.options.source.placements(self.num_ranks, self._known_stages_per_rank)
-
-    @property
-    def _known_stages_per_rank(self) -> int | None:
-        """What given costs are for, if they are not known by unit, or what the user's cuts leave."""
-        costs = self.options.costs
+        """Where the stages may be, as given costs of stages, not of units, or the user's cuts have it; else several."""
+        costs, points, known = self.options.costs, self.cut.split_points, None
         if costs is not None and costs.units is None:
-            return 1 if costs.stages.num_stages is None else costs.stages.num_stages // self.num_ranks
-        if self.cut.split_points is not None:
-            return max(1, (len(self.cut.split_points) + 1) // self.num_ranks)
-        return None
+            known = 1 if costs.stages.num_stages is None else costs.stages.num_stages // self.num_ranks
+        elif points is not None:
+            known = max(1, (len(points) + 1) // self.num_ranks)
+        return self.options.source.placements(self.num_ranks, known)
 
 
 def best_layout(on: Callable[[Placement], Layout], request: LayoutRequest) -> Layout:
@@ -127,22 +120,14 @@ def best_layout(on: Callable[[Placement], Layout], request: LayoutRequest) -> La
     best = found[0]
     for layout in found[1:]:
         worth = _WORTH_MORE_STAGES if layout.placement.num_stages > best.placement.num_stages else 1.0
-        if _step_ms(layout, request) < worth * _step_ms(best, request):
+        if layout.step_ms < worth * best.step_ms:
             best = layout
     if not request.options.source.is_searched:
         return best
-    predictions = {
-        id(layout): Prediction.of(layout.start.name, layout.start, layout.costs, request.options.source)
-        for layout in found
-    }
+    predictions = {id(layout): Prediction.of(layout.start.name, layout.start, layout.costs) for layout in found}
     others = [predictions[id(other)] for other in found if other is not best]
     reason = _reason(predictions[id(best)], list(predictions.values()), failures)
     return replace(best, reason=reason, rejected=(*others, *rejected))
-
-
-def _step_ms(layout: Layout, request: LayoutRequest) -> float:
-    """The time of a step in a row of overlapping ones."""
-    return request.options.source.step_time(layout.start, layout.costs)
 
 
 def layout_of(
@@ -253,24 +238,3 @@ def _reason(best: Prediction, found: Sequence[Prediction], failures: Sequence[Ex
         for one in found
     ]
     return "\n".join(lines + [f"  not possible: {error}" for error in failures])
-
-
-def compute_on_rank0(compute: Callable[[], T], *, decides: bool, broadcast: Callable[[Any], Any]) -> T:
-    """What ``compute`` returns or raises on the rank that decides, on every rank.
-
-    Args:
-        compute: Called on that rank only.
-        decides: Whether this is the rank, global rank 0.
-        broadcast: Returns rank 0's argument on every rank.
-    """
-    outcome: tuple[Any, Exception | None] = (None, None)
-    if decides:
-        try:
-            outcome = (compute(), None)
-        except Exception as error:
-            outcome = (None, error)
-    result, failure = broadcast(outcome)
-    if failure is not None:
-        raise failure
-    decided: T = result
-    return decided

@@ -92,7 +92,7 @@ class PipelineEngine:
         self._precision = surroundings.precision
         self._options = surroundings.options
         self.connection = model.connection
-        self._programs = TunedPrograms(surroundings, model.layout, self.split, self.groups, trainer.strategy.broadcast)
+        self._programs = TunedPrograms(surroundings, model.layout, self.split, self.groups, model.compute_on_rank0)
         self._seed = model.seed
         self._num_batches_run = {True: 0, False: 0}  # training, evaluation
         self.num_batches_trained = self._num_batches_before = 0  # in this process; of all kinds, when this run began

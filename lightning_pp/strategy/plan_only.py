@@ -24,10 +24,11 @@ from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.fakes.without_memory import parameters_without_memory
 from lightning_pp.strategy._lightning_private import EndOfFit
 from lightning_pp.strategy.batch.cutter import BatchCutter
+from lightning_pp.strategy.batch.whole_batch import first_step
 from lightning_pp.strategy.parameters.optimizers import set_up_one_optimizer
 from lightning_pp.strategy.parameters.precision import step_dtypes
 from lightning_pp.strategy.step.data import first_batch
-from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
+from lightning_pp.strategy.step.dry_steps import first_arguments
 from lightning_pp.strategy.step.refusals import refuse_unsupported
 
 _T = TypeVar("_T")
@@ -84,13 +85,12 @@ class FirstStep:
         if microbatches is None:
             microbatches = BatchCutter(options, sizes.pipeline, self.module).cut(self.batch, for_training=True)
         arguments = first_arguments(self.module, "training_step")
-        first, precision = microbatches[0].data, self.precision
-        step = recorded_step(self.module, "training_step", first, arguments, precision=precision, trains=True)
+        step = first_step(self.module, "training_step", microbatches[0].data, arguments, self.precision, options)
         return ModelCutter(
             self.module,
             options,
             sizes,
-            StepToCut(self.batch, microbatches, step, self.optimizer, step_dtypes(precision)),
+            StepToCut(self.batch, microbatches, step, self.optimizer, step_dtypes(self.precision)),
             self.device,
             recordings=recordings,
             refines=refines,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,33 +13,26 @@ from torch.optim import Optimizer
 
 from lightning_pp.collector import collector_paused
 from lightning_pp.long_tasks import LongTask
-from lightning_pp.planning.activation_checkpointing import AUTO
+from lightning_pp.planning.hardware.devices import PlannedDevice
 from lightning_pp.planning.memory.limit import DeviceMemory
-from lightning_pp.planning.memory.model import MemoryModel
-from lightning_pp.planning.refinement.choice import CutChoice
-from lightning_pp.planning.refinement.recomputed import about_recomputed, recomputed_units
-from lightning_pp.planning.stage_model import (
-    RecordedModel,
-    RecordingOptions,
-    SplitModel,
-    assign_stages,
-    record_model,
-    with_recomputation,
-)
+from lightning_pp.planning.model_cutter import ModelCutter, StepToCut, TrainingRanks
+from lightning_pp.planning.refinement.choice import Decided
+from lightning_pp.planning.stage_model import RecordedModel, SplitModel, assign_stages
 from lightning_pp.planning.steps.plans import key_of
-from lightning_pp.planning.tuning import Layout, LayoutRequest, compute_on_rank0
+from lightning_pp.planning.tuning import Layout
 from lightning_pp.planning.unit_times.measure import run_each_once
 from lightning_pp.split.cut.wide_cuts import ADVICE, WideCut, wide_cuts
 from lightning_pp.split.data.microbatch import Microbatch
-from lightning_pp.split.dry_run.weight_updates import Updates
+from lightning_pp.split.dry_run.run import DryRun
+from lightning_pp.split.fakes.parameters import FakeParameters
 from lightning_pp.strategy.batch.cutter import BatchCutter
-from lightning_pp.strategy.batch.whole_batch import ending_with_batch
+from lightning_pp.strategy.batch.whole_batch import first_step
 from lightning_pp.strategy.connection import Connection
 from lightning_pp.strategy.lightning.mesh_strategy import MeshStrategy
 from lightning_pp.strategy.parameters.device_speed import flops_per_byte_of
 from lightning_pp.strategy.parameters.precision import step_dtypes
 from lightning_pp.strategy.parameters.tensor_units import tensor_parallel_units
-from lightning_pp.strategy.step.dry_steps import first_arguments, recorded_step
+from lightning_pp.strategy.step.dry_steps import first_arguments
 from lightning_pp.strategy.step.refusals import raise_own, refuse_carried_state, refuse_unrecorded
 from lightning_pp.strategy.step.update_hooks import UpdateHooks
 from lightning_pp.strategy.surroundings import Surroundings
@@ -62,6 +54,7 @@ class LaidOutModel:
         num_microbatches: Of the first batch.
         seed: Of this run's random numbers, the same on every rank.
         connection: Joins the ranks; it knows the last stage.
+        compute_on_rank0: Returns on every rank what its argument returns on rank 0.
     """
 
     split: SplitModel
@@ -72,6 +65,7 @@ class LaidOutModel:
     num_microbatches: int
     seed: int
     connection: Connection
+    compute_on_rank0: Decided
 
 
 class PipelineSetup:
@@ -95,9 +89,7 @@ class PipelineSetup:
         self._precision = surroundings.precision
         self._cutter = BatchCutter(self._options, surroundings.sizes.pipeline, self.module)
         self._communicators_bytes = surroundings.communicators_bytes
-        self._device_memory: DeviceMemory | None = None
-        self._recomputed: list[str] = []
-        self._update_hooks: UpdateHooks
+        self._hooks: dict[FakeParameters, UpdateHooks] = {}
 
     @collector_paused()
     def lay_out(
@@ -117,106 +109,89 @@ class PipelineSetup:
                 keeps of a parameter. It must not outlive the context, for it holds all parameters.
             has_several_loaders: Whether the step gets the number of the loader that a batch is from.
         """
-        microbatches = self._cutter.cut(batch, for_training=step == "training_step")
-        speed = flops_per_byte_of(self.device, self._precision.precision)
-        request = self._options.layout_request(self._given.sizes.pipeline, len(microbatches), self.device.type, speed)
+        trains = step == "training_step"
+        microbatches = self._cutter.cut(batch, for_training=trains)
         seed = self._ranks.broadcast(int(torch.initial_seed() % (1 << 40)))
         if self._options.device_memory_gib is not None:
             self._communicators_bytes += self.connection.open_neighbours()
         arguments = first_arguments(self.module, step, has_several_loaders=has_several_loaders)
+        run = first_step(self.module, step, microbatches[0].data, arguments, self._precision, self._options)
         with self._in_step_mode(step):
-            record = partial(self._record, batch, microbatches, step, arguments, request.fewest_stages)
-            recording = self._recorded_by_all(record, step, beforehand)
-            if self._options.activation_checkpointing == AUTO and step == "training_step":
-                recording = self._recomputing_least(recording, request)
-            recording, layout = self._laid_out(recording, request, record)
-            split = assign_stages(
-                recording, placement=layout.placement, partition=layout.partition, updates=self._updates(step)
-            )
+            cutter, recording = self._recorded_by_all(batch, microbatches, step, run, beforehand)
+            with LongTask("The choice of cuts and schedule", rank_zero_info):
+                recording, layout = cutter.layout(recording)
+            if recording.refinement is not None:
+                rank_zero_info(str(recording.refinement))
+            hooks, memory = self._hooks[recording.fake_parameters], cutter.memory(recording)
+            updates = hooks.updates if trains else {}
+            split = assign_stages(recording, placement=layout.placement, partition=layout.partition, updates=updates)
             self._start_plans(split, step, microbatches[0], arguments)
             tensor = self._ranks.all_or_none(lambda: tensor_parallel_units(split, self._given, recording.calls))
-            if recording.not_on_parts is not None and self._device_memory is not None:
+            if recording.not_on_parts is not None and memory is not None:
                 rank_zero_warn(
                     "device_memory_gib counts whole matrices, since the step cannot be recorded on parts of them: "
                     f"{recording.not_on_parts}"
                 )
-            if self.device.type in LOADING_DEVICES and step == "training_step":
+            if self.device.type in LOADING_DEVICES and trains:
                 with (
                     LongTask("The first run of each distinct unit", rank_zero_info),
                     self._cutter.noted(batch, len(microbatches)),
                 ):
-                    recorded = self._recorded_step(step, microbatches[0], arguments)
-                    run_each_once(recording, split.units_of(self._given.rank), recorded, self.device)
+                    run_each_once(recording, split.units_of(self._given.rank), run, self.device)
         for text in filter(None, dict.fromkeys((recording.about_head, layout.about_head))):
             rank_zero_info(text)
         if split.record.failure is None:
             _warn_wide_cuts(wide_cuts(split.step_plan()))
         self.connection.set_last_stage(layout.placement.rank_of_stage[-1])
         return LaidOutModel(
-            replace(split, tensor=tensor), layout, self._update_hooks, self._device_memory, self._cutter,
-            len(microbatches), seed, self.connection,
+            replace(split, tensor=tensor), layout, hooks, memory, self._cutter, len(microbatches), seed,
+            self.connection, self._ranks.compute_on_rank0,
         )  # fmt: skip
 
     def _recorded_by_all(
-        self, record: Callable[[], RecordedModel], step: str, beforehand: AbstractContextManager[Optimizer | None]
-    ) -> RecordedModel:
-        """What ``record`` returns, once it is known that it did the same on every rank; otherwise every rank raises."""
+        self,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        step: str,
+        run: Callable[[DryRun], Any],
+        beforehand: AbstractContextManager[Optimizer | None],
+    ) -> tuple[ModelCutter, RecordedModel]:
+        """The recorded step, once it is known that it did the same on every rank, and what cuts it; else all raise."""
+        all_or_none, trains = self._ranks.all_or_none, step == "training_step"
+
+        def checked(recording: RecordedModel) -> RecordedModel:
+            refuse_carried_state(self.module, step, recording.record, len(microbatches))
+            self._hooks[recording.fake_parameters] = UpdateHooks(self.module, recording.fake_parameters, batch)
+            return recording
 
         def look() -> RecordedModel:
             with beforehand as optimizer, LongTask(f"The dry run of {step}", rank_zero_info):
-                recording = record()
-                self._device_memory = self._limit_of_memory(recording, step, optimizer)
+                with self._cutter.noted(batch, len(microbatches)):
+                    recording = cutter.record(num_stages)
+                hooks = self._hooks[checked(recording).fake_parameters]
+                cutter.count(optimizer, hooks.updates if trains else {}, self._communicators_bytes)
                 del optimizer
             return recording
 
-        recording: RecordedModel = self._ranks.all_or_none(look)
+        ranks = TrainingRanks(self._ranks.compute_on_rank0, lambda record: all_or_none(lambda: checked(record())))
+        cutter = ModelCutter(
+            self.module,
+            self._options,
+            self._given.sizes,
+            StepToCut(batch, microbatches, run, None, step_dtypes(self._precision), trains, ranks=ranks),
+            PlannedDevice(self.device.type, flops_per_byte_of(self.device, self._precision.precision), self.device),
+        )
+        num_stages = cutter.fewest_stages
+        recording = all_or_none(look)
         failure = recording.record.failure
         if self._ranks.reduce_boolean_decision(failure is not None):
             refuse_unrecorded(step, failure, self._options)
         else:
-            self._ranks.all_or_none(lambda: raise_own(failure))
-        return recording
-
-    def _recomputing_least(self, recording: RecordedModel, request: LayoutRequest) -> RecordedModel:
-        """``recording`` with as few recomputed blocks as the memory limit allows."""
-        assert self._device_memory is not None
-        memory = self._device_memory
-        self._recomputed = self._decided(
-            partial(recomputed_units, recording, lambda one: replace(request, memory=memory.of(one)))
-        )
-        rank_zero_info(about_recomputed(self._recomputed, recording, memory.limit_gib))
-        return with_recomputation(recording, self._recomputed)
-
-    def _decided(self, compute: Callable[[], Any]) -> Any:
-        """What ``compute`` returns on rank 0, on every rank."""
-        decides = self._given.mesh.get_rank() == 0
-        return compute_on_rank0(compute, decides=decides, broadcast=self._ranks.broadcast)
-
-    def _laid_out(
-        self, recording: RecordedModel, request: LayoutRequest, record: Callable[..., RecordedModel]
-    ) -> tuple[RecordedModel, Layout]:
-        """The recording that is laid out, perhaps with blocks refined that a cut falls in, and how."""
-
-        def request_of(recording: RecordedModel) -> LayoutRequest:
-            memory = self._device_memory
-            return replace(request, memory=None if memory is None else memory.of(recording))
-
-        def again(names: Collection[str], num_head_parts: int) -> RecordedModel | None:
-            try:
-                found: RecordedModel = self._ranks.all_or_none(partial(record, names, num_head_parts))
-            except Exception:  # of the user's code, too, which is not run so then; on every rank, if on one
-                return None
-            hooks[id(found.fake_parameters)] = self._update_hooks
-            return found
-
-        hooks = {id(recording.fake_parameters): self._update_hooks}
-        with LongTask("The choice of cuts and schedule", rank_zero_info):
-            chosen, layout = CutChoice(recording, request_of, again, self._decided).layout()
-        self._update_hooks = hooks[id(chosen.fake_parameters)]
-        self._device_memory = request_of(chosen).memory
-        if chosen.refinement is not None:
-            rank_zero_info(str(chosen.refinement))
-        return chosen, layout
+            all_or_none(lambda: raise_own(failure))
+        recording = cutter.keep(num_stages, recording)
+        if cutter.about_recomputed:
+            rank_zero_info(cutter.about_recomputed)
+        return cutter, recording
 
     @contextmanager
     def _in_step_mode(self, step: str) -> Iterator[None]:
@@ -230,50 +205,6 @@ class PipelineSetup:
             for child, mode in modes:
                 child.training = mode
 
-    def _record(
-        self,
-        batch: Any,
-        microbatches: Sequence[Microbatch],
-        step: str,
-        arguments: Sequence[Any],
-        num_stages: int,
-        refined: Collection[str] = (),
-        num_head_parts: int | None = None,
-    ) -> RecordedModel:
-        """A dry run of ``step`` on the first microbatch, with units for ``num_stages``; ``refined`` in parts."""
-        trains = step == "training_step"
-        split_head = self._options.split_head if num_head_parts is None else num_head_parts or False
-        size = self._given.sizes.tensor
-        recorded = self._recorded_step(step, microbatches[0], arguments)
-        with self._cutter.noted(batch, len(microbatches)):
-            recording = record_model(
-                self.module,
-                device=self.device,
-                step=recorded,
-                with_gradients=trains,
-                patterns=self._options.cut.units,
-                num_stages=num_stages,
-                how=RecordingOptions(
-                    step_dtypes(self._precision).compute,
-                    self._options.recorded_checkpointing,
-                    may_fail=True,
-                    split_head=split_head if trains else False,
-                    refined={*refined, *self._options.refined_units(self.module)},
-                    tensor=None if size == 1 else self._options.tensor_ranks(size),
-                ),
-            )
-        if self._recomputed:
-            recording = with_recomputation(recording, self._recomputed)
-        refuse_carried_state(self.module, step, recording.record, len(microbatches))
-        self._update_hooks = UpdateHooks(self.module, recording.fake_parameters, batch)
-        return recording
-
-    def _recorded_step(self, step: str, microbatch: Microbatch, arguments: Sequence[Any]) -> Callable[[Any], Any]:
-        precision, trains = self._precision, step == "training_step"
-        recorded = recorded_step(self.module, step, microbatch.data, arguments, precision=precision, trains=trains)
-        ends_with_batch = self._options.schedule.whole_batch_loss and step != "predict_step"
-        return ending_with_batch(recorded) if ends_with_batch else recorded
-
     def _start_plans(self, split: SplitModel, step: str, microbatch: Microbatch, arguments: Sequence[Any]) -> None:
         """Has the dry run serve the first step like it, where that runs the same code on the same units."""
         if (
@@ -285,26 +216,6 @@ class PipelineSetup:
             frozen = {names[name] for name, each in self.module.named_parameters() if trains and not each.requires_grad}
             key = key_of(step, arguments[1:], microbatch.data, frozen)
             split.plans.start_with(key, split.record, with_gradients=trains)
-
-    def _updates(self, step: str) -> Updates:
-        """What hooks write into parameters, in training."""
-        return self._update_hooks.updates if step == "training_step" else {}
-
-    def _limit_of_memory(self, recording: RecordedModel, step: str, optimizer: Optimizer | None) -> DeviceMemory | None:
-        """The memory limit of a rank, and how memory is counted; None for no limit."""
-        if self._options.device_memory_gib is None:
-            return None
-        model = MemoryModel.of(
-            self._options.sharding,
-            self._given.sizes.data_parallel_shard,
-            step_dtypes(self._precision),
-            trains=step == "training_step",
-            options=self._options.schedule,
-            device_type=self.device.type,
-            optimizer=optimizer,
-        )
-        limit_gib, updates = self._options.device_memory_gib, self._updates(step)
-        return DeviceMemory(limit_gib, model, recording, updates, self._communicators_bytes)
 
 
 def _warn_wide_cuts(cuts: Sequence[WideCut]) -> None:

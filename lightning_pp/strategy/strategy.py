@@ -21,6 +21,7 @@ from lightning_pp.checkpoint.storage.location import is_folder
 from lightning_pp.collector import collector_paused
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.planning.pipeline_options import PipelineOptions
+from lightning_pp.planning.tuning import LayoutRequest
 from lightning_pp.schedule import StageCosts
 from lightning_pp.strategy._lightning_private import accumulates, allow_compiled_modules, replace_search_for_last
 from lightning_pp.strategy.checkpoints.averaging import leave_averages_to_strategy
@@ -130,7 +131,8 @@ class PipelineParallelStrategy(StrategyOptions):  # noqa: D101 - the docstring s
     @property
     def fewest_stages(self) -> int:
         """Minimum number of stages; known once the trainer has set devices."""
-        return self.options.layout_request(self.sizes.pipeline, 1, self.root_device.type).fewest_stages
+        options = self.options
+        return LayoutRequest(options.schedule, self.sizes.pipeline, 1, options.cut, self.root_device.type).fewest_stages
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

@@ -15,6 +15,7 @@ from lightning_pp.planning.cuts import CutOptions
 from lightning_pp.planning.memory.limit import DeviceMemory
 from lightning_pp.planning.memory.model import MemoryModel
 from lightning_pp.planning.schedules.options import ScheduleOptions
+from lightning_pp.planning.schedules.predictions import step_time
 from lightning_pp.planning.schedules.source import schedule_source
 from lightning_pp.planning.sharded_stages import ShardingSettings
 from lightning_pp.planning.stage_model import RecordedModel, RecordingOptions, record_model
@@ -87,7 +88,7 @@ def test_a_limit_for_microbatches_is_kept_with_the_help_of_the_host(name: str) -
             source.program(placement, 6, alone, 2.8)
     else:  # there is an order that needs no host, and it takes as long or longer
         other = source.program(placement, 6, alone, 2.8)
-        assert source.step_time(found, costs) <= source.step_time(other, alone)
+        assert step_time(found, costs) <= step_time(other, alone)
 
 
 @pytest.mark.parametrize(

@@ -45,10 +45,6 @@ class DeviceMemory:
     updates: Updates
     communicators_bytes: int = 0
 
-    def of(self, recording: RecordedModel) -> DeviceMemory:
-        """The same limit for another recording of the model."""
-        return replace(self, recording=recording)
-
     def estimate(self, partition: Partition, placement: Placement, schedule: Schedule | None = None) -> MemoryEstimate:
         """What stages and ranks hold."""
         places = places_of(self.recording, partition, self.updates)

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_pp.errors import ConfigurationError, ScheduleError, SplitError
 from lightning_pp.planning.refinement.blocks import refinable, what_differs
+from lightning_pp.planning.schedules.predictions import step_time
 from lightning_pp.planning.stage_costs import assumed_speed, estimated_times
 from lightning_pp.planning.stage_model import RecordedModel, Refinement
 from lightning_pp.planning.tuning import Layout, LayoutRequest, best_layout, choose_cuts, layout_of
@@ -160,7 +161,7 @@ class CutChoice:
         finer = [self._refined_head(one, before, placement) for one in self._heads]
         if not any(finer):
             return None
-        found: tuple[int, Cuts] | None = self._decided(lambda: self._best_refined(finer, placement))
+        found: tuple[int, Cuts] | None = self._decided(lambda: self._best_refined(finer, before[1], placement))
         if found is None:
             return None
         which, cuts = found
@@ -169,7 +170,7 @@ class CutChoice:
         return replace(best[0], refinement=cuts.refinement, about_head=self._heads[0].about_head), cuts
 
     def _best_refined(
-        self, finer: Sequence[tuple[RecordedModel, Sequence[str]] | None], placement: Placement
+        self, finer: Sequence[tuple[RecordedModel, Sequence[str]] | None], before_ms: float, placement: Placement
     ) -> tuple[int, Cuts] | None:
         """Which of ``finer`` is taken, and its cuts; None where whole blocks are best."""
         whole = [self._cuts_or_none(one, placement) for one in self._heads]
@@ -177,7 +178,6 @@ class CutChoice:
         before, after = ([math.inf if one is None else one.step_ms for one in found] for found in (whole, cuts))
         times = [min(pair) for pair in zip(before, after, strict=True)]
         which = _head_for(times)
-        before_ms = self._before(placement)[1]
         best, names = cuts[which], finer[which]
         if best is None or names is None or after[which] > _WORTH_A_REFINEMENT * before_ms:
             return None
@@ -196,16 +196,19 @@ class CutChoice:
         finest = self._recorded_alike(whole, names)
         if finest is None:
             return None
-        tried, names = names, self._decided(lambda: self._cut_in(finest, names, placement))
+        tried, names = names, self._decided(lambda: self._cut_in(finest, names, before[1], placement))
         finer = finest if names == tried else self._recorded_alike(whole, names)
         return None if finer is None else (finer, names)
 
-    def _cut_in(self, finest: RecordedModel, names: Collection[str], placement: Placement) -> list[str]:
+    def _cut_in(
+        self, finest: RecordedModel, names: Collection[str], before_ms: float, placement: Placement
+    ) -> list[str]:
         """Those of the refined units that a cut falls in; none where cuts inside of all of them are not worth it."""
         cuts = self._cuts_or_none(finest, placement)
-        if cuts is None or cuts.step_ms > _WORTH_A_REFINEMENT * self._before(placement)[1]:
+        if cuts is None or cuts.step_ms > _WORTH_A_REFINEMENT * before_ms:
             return []
-        return _cut_in(finest, names, cuts)
+        stage_of = {unit: cuts.partition.stage_of_unit[unit] for unit in finest.record.first_calls()}
+        return [name for name in names if len({stage_of[unit] for unit in stage_of if unit.startswith(f"{name}.")}) > 1]
 
     def _recorded_alike(self, whole: RecordedModel, names: Sequence[str]) -> RecordedModel | None:
         """The refined model, if its step does nothing otherwise on the rank that decides, and can be had on all."""
@@ -214,26 +217,18 @@ class CutChoice:
             return None
         return finer if self._decided(lambda: what_differs(whole, finer, names)) is None else None
 
-    def _before(self, placement: Placement) -> tuple[RecordedModel | None, float]:
-        """What is cut with whole blocks, and the time of a step; infinite where no such cut keeps the limit."""
+    def _times_before(self, placement: Placement) -> tuple[float, float]:
+        """With whole blocks, of the slowest rank, in FLOPs on a rank of speed 1, and of a step, in ms."""
         try:
             recording, cuts = self._whole_blocks(placement)
         except (ConfigurationError, SplitError):
-            return None, math.inf
-        return recording, cuts.step_ms
-
-    def _times_before(self, placement: Placement) -> tuple[float, float]:
-        """With whole blocks, of the slowest rank, in FLOPs on a rank of speed 1, and of a step, in ms."""
-        recording, step_ms = self._before(placement)
-        if recording is None:
-            return math.inf, step_ms
-        partition = self._cuts_of(recording, placement).partition
+            return math.inf, math.inf
         speeds = self._request(recording).cut.rank_speeds or [1.0] * placement.num_ranks
         times = [0.0] * placement.num_ranks
-        for unit, cost in partition.unit_costs.items():
-            rank = placement.rank_of_stage[partition.stage_of_unit[unit]]
+        for unit, cost in cuts.partition.unit_costs.items():
+            rank = placement.rank_of_stage[cuts.partition.stage_of_unit[unit]]
             times[rank] += cost.total / speeds[rank]
-        return max(times), step_ms
+        return max(times), cuts.step_ms
 
     def _cuts_or_none(self, recording: RecordedModel, placement: Placement) -> Cuts | None:
         try:
@@ -275,7 +270,7 @@ def _time_of_step(
         )
     number = request.num_microbatches
     by_hand = source.program_to_cut_by(placement, number) if source.is_searched else None
-    return source.step_time(by_hand or source.program(placement, number, times), times)
+    return step_time(by_hand or source.program(placement, number, times), times)
 
 
 def _head_for(times: Sequence[float]) -> int:
@@ -317,13 +312,3 @@ def _worth_trying(
     flops = (request.num_microbatches + placement.num_ranks) * (slowest - at_least)
     most_ms = flops / assumed_speed(request.device_type).flops_per_ms
     return names if at_least < _WORTH_A_REFINEMENT * slowest and most_ms >= (1 - _WORTH_A_REFINEMENT) * step_ms else []
-
-
-def _cut_in(recording: RecordedModel, names: Collection[str], cuts: Cuts) -> list[str]:
-    """Those of the refined units that a cut falls in."""
-    stages: dict[str, set[int]] = {name: set() for name in names}
-    for unit in recording.record.first_calls():
-        for name in names:
-            if unit.startswith(f"{name}."):
-                stages[name].add(cuts.partition.stage_of_unit[unit])
-    return [name for name in names if len(stages[name]) > 1]

@@ -52,8 +52,8 @@ def _by_rank(recording: RecordedModel, layout: Layout, memory: DeviceMemory, blo
     def fitting(numbers: Sequence[int]) -> list[bool]:
         """Of each rank, whether it keeps the limit with so many of its blocks recomputed."""
         names = [name for names, number in zip(own, numbers, strict=True) for name in names[:number]]
-        now = with_recomputation(recording, names)
-        return [over <= 0 for over in memory.of(now).excess(partition, placement, layout.start)]
+        now = replace(memory, recording=with_recomputation(recording, names))
+        return [over <= 0 for over in now.excess(partition, placement, layout.start)]
 
     # of each rank, a number that is too few and one that is enough, as far as any is
     few, enough = [-1] * len(own), [len(names) for names in own]
@@ -75,10 +75,9 @@ def _between(few: Sequence[int], enough: Sequence[int]) -> list[int] | None:
 def _step_ms(recording: RecordedModel, request: Request) -> float:
     """The planned time of a step that keeps the limit; infinite if no cut does."""
     try:
-        chosen, layout = CutChoice(recording, request, None).layout()
+        return CutChoice(recording, request, None).layout()[1].step_ms
     except (ConfigurationError, SplitError, ScheduleError):
         return math.inf
-    return request(chosen).options.source.step_time(layout.start, layout.costs)
 
 
 def about_recomputed(names: Sequence[str], recording: RecordedModel, limit_gib: float) -> str:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_pp.planning.schedules.source import ScheduleSource
 from lightning_pp.schedule import BubbleFraction, Placement, Schedule, StageCosts
+
+
+def step_time(schedule: Schedule, costs: StageCosts) -> float:
+    """The time of a step in a row of overlapping ones, in the unit of ``costs``: the longest span of a rank.
+
+    Every estimate of a step asks here: of layouts, of cuts with a head or blocks in parts, of predictions. Others are
+    of another quantity: moved cuts are ranked by units alone, many at a time, and bounds say what no cut can reach.
+    """
+    return max(schedule.simulate(costs).span_ms)
 
 
 @dataclass(frozen=True)
@@ -33,12 +41,10 @@ class Prediction:
     why_not: str = ""
 
     @classmethod
-    def of(
-        cls, name: str, schedule: Schedule, costs: StageCosts, source: ScheduleSource, *, is_chosen: bool = False
-    ) -> Prediction:
-        """What ``costs``, with ``held_*`` in GiB, say of ``schedule`` as steps of ``source`` follow each other."""
+    def of(cls, name: str, schedule: Schedule, costs: StageCosts, *, is_chosen: bool = False) -> Prediction:
+        """What ``costs``, with ``held_*`` in GiB, say of ``schedule``."""
         simulation, placement = schedule.simulate(costs), schedule.placement
-        step_ms = source.step_time(schedule, costs)
+        step_ms = step_time(schedule, costs)
         return cls(
             name,
             placement.kind,

@@ -18,6 +18,7 @@ import numpy as np
 
 from lightning_pp.distributed.sizes import Auto
 from lightning_pp.errors import ConfigurationError, ScheduleError
+from lightning_pp.planning.schedules.predictions import step_time
 from lightning_pp.schedule import Placement, Schedule, Sharding, StageCosts, build_schedule
 from lightning_pp.schedule.fewer_microbatches import keep_first_microbatches
 from lightning_pp.schedule.offloading import with_offloading
@@ -143,10 +144,6 @@ class ScheduleSource(ABC):
     @abstractmethod
     def _program(self, request: _Request) -> Schedule:
         """:meth:`program` of one kind of source."""
-
-    def step_time(self, schedule: Schedule, costs: StageCosts) -> float:
-        """The time of a step in a row of overlapping ones, in the unit of ``costs``: the longest span of a rank."""
-        return max(schedule.simulate(costs).span_ms)
 
     def program_to_cut_by(self, placement: Placement, num_microbatches: int) -> Schedule:
         """The schedule whose step cuts are to make short, before the costs of stages are known."""
@@ -341,7 +338,7 @@ class Searched(ScheduleSource):
             except ScheduleError:
                 if factor == _LIMITS_TRIED[-1] and not found:
                     raise
-        return min(found, key=lambda schedule: self.step_time(schedule, costs))
+        return min(found, key=lambda schedule: step_time(schedule, costs))
 
     def program_to_cut_by(self, placement: Placement, num_microbatches: int) -> Schedule:
         """One that is made by hand on this placement."""

@@ -12,10 +12,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import ScheduleError
 from lightning_pp.long_tasks import LongTask
-from lightning_pp.planning.schedules.predictions import Prediction
+from lightning_pp.planning.schedules.predictions import Prediction, step_time
 from lightning_pp.planning.schedules.programs import ProgramCache
 from lightning_pp.planning.stage_model import SplitModel
-from lightning_pp.planning.tuning import Layout, compute_on_rank0
+from lightning_pp.planning.tuning import Layout
 from lightning_pp.runtime.timing import StepTimer
 from lightning_pp.schedule import Schedule, Sharding, StageCosts
 from lightning_pp.split.data.microbatch import Microbatch
@@ -57,7 +57,7 @@ class TunedPrograms:
         layout: What the model was cut for, and the first schedule.
         split: The split model.
         groups: Who talks to whom.
-        broadcast: Returns rank 0's argument on every rank.
+        compute_on_rank0: Returns on every rank what its argument returns on rank 0.
 
     Attributes:
         cache: The schedules as things stand.
@@ -71,7 +71,7 @@ class TunedPrograms:
         layout: Layout,
         split: SplitModel,
         groups: ControlGroups,
-        broadcast: Callable[[Any], Any],
+        compute_on_rank0: Callable[[Callable[[], Any]], Any],
     ) -> None:
         options = self._options = given.options.schedule
         self._rejected = layout.rejected
@@ -85,7 +85,7 @@ class TunedPrograms:
         self._split = split
         self._groups = groups
         self._device = given.device
-        self._broadcast = broadcast
+        self._compute_on_rank0 = compute_on_rank0
         self._room_gib = layout.room_gib
         self._exchange = CostExchange(given, split, groups)
         self._asked = f"schedule={options.source.name!r}"
@@ -127,7 +127,7 @@ class TunedPrograms:
         """The time of a step in a row of overlapping ones, and what ranks hold, by the same costs."""
         costs = self.cache.costs
         held = schedule.simulate(costs).peak_memory
-        return StepPrediction(self._options.source.step_time(schedule, costs), tuple(map(float, held)))
+        return StepPrediction(step_time(schedule, costs), tuple(map(float, held)))
 
     @property
     def costs_from(self) -> str:
@@ -172,9 +172,7 @@ class TunedPrograms:
             f"{self._asked}: measured {self._options.num_profiled_batches} batches. Rank 0 now {what} of "
             f"{measured.num_microbatches} microbatches on {self._split.placement.num_ranks} ranks. The others wait."
         )
-        schedule, report = compute_on_rank0(
-            lambda: self._search(measured), decides=self._is_first, broadcast=self._broadcast
-        )
+        schedule, report = self._compute_on_rank0(lambda: self._search(measured))
         if schedule is None:
             rank_zero_warn(report)
         else:

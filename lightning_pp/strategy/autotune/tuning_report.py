@@ -74,10 +74,9 @@ def predicted_schedules(
     costs: StageCosts, chosen: Schedule, options: ScheduleOptions, before: Schedule | None = None
 ) -> list[Prediction]:
     """What ``costs`` say of the schedule that is chosen, of the one before, and of those made by hand in its place."""
-    source = options.source
-    found = [Prediction.of(chosen.name, chosen, costs, source, is_chosen=True)]
+    found = [Prediction.of(chosen.name, chosen, costs, is_chosen=True)]
     if before is not None:
-        found.append(Prediction.of(f"{before.name}, until now", before, costs, source))
+        found.append(Prediction.of(f"{before.name}, until now", before, costs))
     placement = chosen.placement
     sizes: dict[str, Any] = {
         "num_ranks": placement.num_ranks,
@@ -95,7 +94,7 @@ def predicted_schedules(
             found.append(Prediction.impossible(name, placement, error))
         else:
             if name != chosen.name:
-                found.append(Prediction.of(name, schedule, costs, source))
+                found.append(Prediction.of(name, schedule, costs))
     return found
 
 

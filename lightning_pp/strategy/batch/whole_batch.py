@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_pp.planning.pipeline_options import PipelineOptions
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.dry_run.run import DryRun
 from lightning_pp.split.record.step_record import StepRecord
+from lightning_pp.strategy.step.dry_steps import recorded_step
 
 END_OF_BATCH = -1
 """As the index of a microbatch: the run of the step on the whole batch."""
@@ -26,6 +31,19 @@ def ending_with_batch(step: Callable[[DryRun], Any], end: StepRecord | None = No
         return step(dry)
 
     return run
+
+
+def first_step(
+    module: pl.LightningModule,
+    step: str,
+    data: Any,
+    arguments: Sequence[Any],
+    precision: Precision,
+    options: PipelineOptions,
+) -> Callable[[DryRun], Any]:
+    """The step on a microbatch, for its first dry run, by which a model is cut."""
+    run = recorded_step(module, step, data, arguments, precision=precision, trains=step == "training_step")
+    return ending_with_batch(run) if options.schedule.whole_batch_loss and step != "predict_step" else run
 
 
 def in_one_piece(batch: Any, microbatches: Sequence[Microbatch]) -> Microbatch:

@@ -448,6 +448,19 @@ class MeshStrategy(ParallelStrategy):
         result: Any = outcome
         return cast(T, result)
 
+    def compute_on_rank0(self, compute: Callable[[], T]) -> T:
+        """What ``compute`` returns or raises on global rank 0, on every rank."""
+        outcome: tuple[Any, Exception | None] = (None, None)
+        if self.global_rank == 0:
+            try:
+                outcome = (compute(), None)
+            except Exception as error:
+                outcome = (None, error)
+        result, failure = self.broadcast(outcome)
+        if failure is not None:
+            raise failure
+        return cast(T, result)
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Lightning's; then the optimizer has its groups and sharded parameters again, also where the update failed."""
         try:

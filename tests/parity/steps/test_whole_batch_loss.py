@@ -19,6 +19,7 @@ from torchmetrics import SumMetric
 from whole_batch_parts import LOSSES, WIDTH, Pairs, WholeBatchModel, run_whole
 
 from lightning_pp.schedule import available_schedules
+from lightning_pp.strategy.plan_only import FirstStep, look_at_first_step
 
 EVERY_SCHEDULE = sorted(available_schedules())
 # every loss, in schedules that split backward, put the last stage on rank 0, and interleave
@@ -169,6 +170,28 @@ WAYS = [MetricAndOutputs, FrozenStart, HardestSamples, DrawsNoise, EditsItsBatch
 @pytest.mark.parametrize("model", WAYS)
 def test_ways_of_a_step(pool: WorkerPool, model: Any) -> None:
     check(pool, "contrastive", Layout("zb_v", 2, 1, 4), model)
+
+
+def stages_in_training() -> dict[str, int]:
+    """In a worker: the stage of each unit."""
+    strategy = Layout("1f1b", 2, 1, 4).strategy(whole_batch_loss=True)
+    trainer = L.Trainer(**QUIET, precision="64-true", max_steps=1, limit_val_batches=0, devices=2, strategy=strategy)
+    trainer.fit(HardestSamples("contrastive"), Pairs())
+    return dict(strategy.engine.split.partition.stage_of_unit)
+
+
+def test_the_plan_cuts_as_training_does_where_the_end_fails_on_a_microbatch(pool: WorkerPool) -> None:
+    strategy = Layout("1f1b", 2, 1, 4).strategy(whole_batch_loss=True)
+    strategy.num_nodes, strategy.parallel_devices = 1, [torch.device("cpu")] * 2
+
+    def look(step: FirstStep) -> dict[str, int]:
+        cutter = step.cutter(strategy.options, strategy.sizes)
+        return dict(cutter.split(cutter.placement()).split.partition.stage_of_unit)
+
+    planned = look_at_first_step({"precision": "64-true"}, HardestSamples("contrastive"), Pairs(), look)
+    assert set(planned.values()) == {0, 1}
+    for stages in pool.run(stages_in_training, world_size=2, timeout=60):
+        assert stages == planned
 
 
 @pytest.mark.by_day(1)
