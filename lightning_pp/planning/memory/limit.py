@@ -178,7 +178,7 @@ class DeviceMemory:
         """
         groups = inseparable_groups(self.recording.record)
         stage_of_unit = {unit: index for index, group in enumerate(groups) for unit in group}
-        called = set(stage_of_unit)
+        called = list(stage_of_unit)  # in the order of calls, in every process
         previous = 0
         for unit in self.recording.num_parameters:  # those that are not called are beside the one before
             previous = stage_of_unit.setdefault(unit, previous)
