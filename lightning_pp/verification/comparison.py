@@ -135,9 +135,9 @@ def tolerance_of(dtype: object) -> float:
 
 
 _OTHER_BATCHES = (
-    "Known cause: the two trainings read other batches. A loader, sampler or dataset draws from a generator that the "
-    "run's seed does not set, or keeps state that a resume on one device does not restore, such as an order that it "
-    "shuffles in place."
+    "Known cause: the two trainings read other batches. Perhaps a loader, sampler or dataset draws from a generator "
+    "that the run's seed does not set. Or it keeps state that a resume on one device does not restore, such as an "
+    "order that it shuffles in place."
 )
 
 
