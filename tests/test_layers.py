@@ -108,7 +108,7 @@ BUDGETS = {
     ("runtime",): 4_536,
     ("checkpoint",): 3_620,
     ("sharding",): 3_492,
-    ("distributed",): 2_428,
+    ("distributed",): 2_436,
     ("tensor",): 3_078,
     ("verification",): 745,
     ("recipes",): 1_745,

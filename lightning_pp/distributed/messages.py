@@ -58,7 +58,8 @@ class MessageLine:
         Returns:
             The content, or what ``produce`` raised, once the others have got the error as well.
         """
-        return self._start(_produce_and_send, produce)
+        # the list lets go of it once it is done: what it holds would stay until the message has left
+        return self._start(_produce_and_send, [produce])
 
     def listen(self) -> Future[Any]:
         """Receives the message of a batch.
@@ -106,9 +107,11 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None], device: torch.devi
         del job
 
 
-def _produce_and_send(message: Future[Any], groups: ControlGroups, tag: int, produce: Callable[[], Any]) -> None:
+def _produce_and_send(
+    message: Future[Any], groups: ControlGroups, tag: int, production: list[Callable[[], Any]]
+) -> None:
     try:
-        content = produce()
+        content = production.pop()()
         payload = pickled((False, content), "What the step returned") if groups.batch is not None else b""
     except Exception as error:
         # first the others, since this rank ends the connections when it hears of the error

@@ -20,7 +20,12 @@ class Rank:
     """What a rank asks and answers with, without a run."""
 
     def __init__(
-        self, store: HashStore, rank: int, stack: Stack, timeout_s: float = 0.4, deadlock_s: float = 60.0
+        self,
+        store: HashStore,
+        rank: int,
+        stack: Stack | Callable[[], Stack],
+        timeout_s: float = 0.4,
+        deadlock_s: float = 60.0,
     ) -> None:
         self.position = Position("batch 813 of training", "1F0", 0)
         self.failures: list[RankFailure] = []
@@ -30,7 +35,7 @@ class Rank:
             place=lambda: f"stage {rank}",
             position=lambda: self.position,
             progress=list,
-            stack=lambda: stack,
+            stack=stack if callable(stack) else lambda: stack,
             wake=lambda: None,
             exit_codes=dict,
             timeout_s=timeout_s,
@@ -147,3 +152,26 @@ def test_a_rank_that_works_is_no_deadlock() -> None:
     end = time.monotonic() + 2.5  # it asks each second
     look_until(ranks, lambda: time.monotonic() > end)
     assert not any(rank.failures for rank in ranks) and Table(store, 1, 3, 0).num_asked() >= 2
+
+
+def test_the_stack_of_a_rank_that_moves_is_not_read() -> None:
+    """Reading it keeps what its frames hold, so memory of a batch would last into the update."""
+    store = HashStore()
+    num_read = 0
+
+    def read() -> Stack:
+        nonlocal num_read
+        num_read += 1
+        return WAITS
+
+    moving = Rank(store, 0, read)
+    for moves in range(10):
+        moving.position = Position("batch 813 of training", "1F0", moves + 1)
+        moving.standstill.look()
+    assert num_read == 0
+    moving.standstill.look()
+    assert num_read == 1
+    Table(store, 1, 3, 1).ask()
+    moving.position = Position("batch 814 of training", "1F0", 0)
+    moving.standstill.look()
+    assert num_read == 2

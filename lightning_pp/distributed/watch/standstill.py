@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from lightning_pp.distributed.watch.table import RankFailure, Standing, Table
-from lightning_pp.distributed.watch.this_rank import ThisRank
+from lightning_pp.distributed.watch.this_rank import Stack, ThisRank
 
 _SILENT_S = 60.0
 # what a rank's threads have to answer a question in, also on a host that is busy
@@ -63,8 +63,10 @@ class Standstill:
             RuntimeError: The store cannot be reached.
         """
         now = time.monotonic()
-        own = self._standing(now)
-        if (number := self._table.num_asked()) > self._num_answered:
+        number = self._table.num_asked()
+        is_asked = number > self._num_answered
+        own = self._standing(now, with_stack=is_asked or self._question is not None)
+        if is_asked:
             self._num_answered = number
             self._table.tell_standing(number, own)
         if self._question is None:
@@ -79,11 +81,14 @@ class Standstill:
             self._question = None
             self._judge(own, now)
 
-    def _standing(self, now: float) -> Standing:
-        position, stack = self._this.position(), self._this.stack()
-        if position != self._position:
+    def _standing(self, now: float, *, with_stack: bool) -> Standing:
+        """If this rank moves, its stack is read only where it is asked for: what frames hold stays meanwhile."""
+        position = self._this.position()
+        has_moved = position != self._position
+        if has_moved:
             self._position, self._moved_at = position, now
             self._is_silence_noted = self._prints = False
+        stack = self._this.stack() if with_stack or not has_moved else Stack(waits=False, lines=())
         if not stack.waits or stack.call != self._call:
             self._call, self._waits_since = stack.call, now if stack.waits else None
         waited = 0.0 if self._waits_since is None else now - self._waits_since

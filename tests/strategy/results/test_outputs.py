@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -165,6 +167,31 @@ def shared(groups: ControlGroups, outputs: list[Any], samples: list[int]) -> Any
     output, _ = report.receive_and_apply(Regression(), 0)
     line.drain()
     return output
+
+
+class Held:
+    """What the content of a message is made from, as the activations of a batch."""
+
+
+def stays_while_the_message_is_under_way() -> bool:
+    """In a worker; rank 0 listens a second later."""
+    groups = grid(1, 1)
+    line = MessageLine(groups, torch.device("cpu"))
+    if not groups.is_last_stage:
+        time.sleep(1.0)
+        return bool(line.listen().result())
+    held = Held()
+    reference = weakref.ref(held)
+    message = line.send(lambda held=held: isinstance(held, Held))
+    del held
+    assert message.result()
+    stays = reference() is not None
+    line.drain()
+    return stays
+
+
+def test_what_a_message_is_made_from_is_let_go_when_it_is_made(pool: WorkerPool) -> None:
+    assert pool.run(stays_while_the_message_is_under_way, world_size=2, process_group=True) == [True, False]
 
 
 def share(last_stage_rank: int) -> Any:
