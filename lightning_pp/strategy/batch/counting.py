@@ -25,7 +25,7 @@ from lightning_pp.split.reductions.counting import Counts, are_equal
 from lightning_pp.split.reductions.facts import Facts
 from lightning_pp.split.reductions.scaling import MADE_OF_A_COUNT, Count, Scale, ScaledStep
 from lightning_pp.split.reductions.traces import CountTrace, Trace, counts_of
-from lightning_pp.split.side_effects.module_state import preserved_state
+from lightning_pp.split.side_effects.module_state import StateAroundUnits
 from lightning_pp.split.unit_calls.compilation import uncompiled
 from lightning_pp.strategy._lightning_private import trainer_of
 from lightning_pp.strategy.results.logs import StepLogs
@@ -94,6 +94,7 @@ class StepCounting:
         self._fakes = fake_parameters
         self._module = cast(pl.LightningModule, fake_parameters.module)
         self._units = units
+        self._state = StateAroundUnits(self._module, units)
         self._metrics = metrics
         self._forward_context = forward_context
         self._traces: WeakKeyDictionary[StepRecord, _Traced] = WeakKeyDictionary()
@@ -155,8 +156,7 @@ class StepCounting:
             stack.enter_context(scaled)
             stack.enter_context(counted.tracing or nullcontext())
             stack.enter_context(self._fakes.all_fake() if self._fakes.stand_for_shards else nullcontext())
-            preserving = preserved_state(self._module) if record.mutated_attributes else None
-            call = partial(steps.call, index)
+            call, preserving = partial(steps.call, index), self._state.preserved()
             _, failure = rehearse(record, self._units, call, device, steps.seeds[index], preserving=preserving)
         if failure is None or counted.are_complete:
             if scaled.reads_nothing and scale.num_samples == 1 and not read_for_none:

@@ -94,7 +94,7 @@ def merged_change(
     last = next(change for change in reversed(changes) if change is not Absent.UNCHANGED)
     if isinstance(last, Move):
         moves = [change if isinstance(change, Move) else Move(last.before, last.before) for change in changes]
-        moved = _merged_moves(moves, weights, learned.adds_up(name, [move.added for move in moves], weights))
+        moved = _merged_moves(moves, weights, learned, name)
         return Move(None, moved, in_place=True) if last.in_place else moved
     kind = Rows if isinstance(last, Rows) else object
     parts = [part for part in zip(changes, num_samples, weights, strict=True) if part[0] is not Absent.UNCHANGED]
@@ -111,14 +111,17 @@ def merged_change(
     return Rows(merged) if kind is Rows else merged
 
 
-def _merged_moves(moves: Sequence[Move], weights: Sequence[float], adds_up: bool | None) -> Any:
+def _merged_moves(moves: Sequence[Move], weights: Sequence[float], learned: Learned, name: str) -> Any:
     """What a batch made of a number: all moves if they add up, else their mean, or the last one's of whole numbers."""
     before, added = moves[0].before, [move.added for move in moves]
+    adds_up = learned.adds_up(name, added, weights)
     if getattr(before, "dtype", None) in (torch.bool, np.bool_):
         return before ^ (sum(added) > 0)
     are_whole = all(map(_is_whole, added))
     if adds_up or (adds_up is None and are_whole and not all_equal(added)):
         return before + sum(added)
+    if adds_up is None and are_whole and len(moves) > 1 and type(before) in (int, float):
+        learned.warn_unknown(name, before, moves[-1].value)
     return moves[-1].value if are_whole else mean_of([move.value for move in moves], weights)
 
 

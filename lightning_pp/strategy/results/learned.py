@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ class Learned:
         self._adds_up: dict[str, bool] = {}
         self._is_by_sample: dict[str, bool] = {}
         self._asked: dict[str, tuple[Sequence[Any], Sequence[float]]] | None = None
+        self._warned: set[str] = set()
 
     def learn(self, merges: Sequence[Callable[[], object]]) -> None:
         """Notes which numbers add up: in one piece they are nearer to the sum of the parts' than to their mean.
@@ -54,10 +56,24 @@ class Learned:
         """
         if self._asked is not None:
             self._asked[place] = added, weights
-        if place not in self._adds_up and "[" in place:
-            siblings = {each for name, each in self._adds_up.items() if name.startswith(place.rpartition("[")[0] + "[")}
-            return True if siblings == {True} else None
-        return self._adds_up.get(place)
+        return self._adds_up.get(place, True if self._siblings(place) == {True} else None)
+
+    def warn_unknown(self, place: str, before: Any, value: Any) -> None:
+        """Warns once that each microbatch has taken the number at ``place`` to ``value``, which no check has seen."""
+        if self._asked is not None or before == value or place in self._warned or self._siblings(place):
+            return
+        self._warned.add(place)
+        warnings.warn(
+            f"Each microbatch took {place!r} from {before} to {value}; in the batches that were checked it did not "
+            f"change. It is {value} after this batch. That is right for a value that is set, and for a count of batches. "
+            "It is wrong for a count of samples: use a torchmetrics.SumMetric.",
+            stacklevel=2,
+        )
+
+    def _siblings(self, place: str) -> set[bool]:
+        """What is known of the other entries of the container of ``place``."""
+        container = place.rpartition("[")[0]
+        return {adds for name, adds in self._adds_up.items() if container and name.startswith(container + "[")}
 
     def is_by_sample(self, place: str, lists: Sequence[Any], num_samples: Sequence[int]) -> bool | None:
         """Whether ``lists`` of microbatches have an entry for each sample; None: not known, with one sample each."""

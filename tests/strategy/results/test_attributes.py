@@ -236,3 +236,39 @@ def num_positive() -> int:
 
 def test_what_one_replica_counts_is_learned_on_all(pool: WorkerPool) -> None:
     assert sorted(pool.run(num_positive, world_size=4, timeout=60)) == [0, 0, 16, 16]
+
+
+class CountsLate(Blocks):
+    """Counts samples above a limit, of which the first batches have none, and batches, from the third on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_high = self.num_late = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.num_high += int((batch[0][:, 0] > 2).sum())
+        self.num_late += int(self.global_step > 1)
+        return super().training_step(batch, batch_idx)
+
+
+def counted_late(rows_with_high: list[list[int]]) -> tuple[int, int, list[str]]:
+    """In a worker: both counts, and the warnings of ``num_high``; four samples a batch, these of them high."""
+    x = torch.rand(4 * len(rows_with_high), 8, dtype=torch.float64)
+    for index, rows in enumerate(rows_with_high):
+        x[[4 * index + row for row in rows], 0] = 3.0
+    data, module = DataLoader(TensorDataset(x, x.sum(-1).tanh()), batch_size=4), CountsLate()
+    run = trainer(2, PipelineParallelStrategy(2, num_microbatches=2, schedule="1f1b"), precision="64-true")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit(module, data)
+    told = [str(each.message) for each in caught if "'num_high'" in str(each.message)]
+    return module.num_high, module.num_late, told
+
+
+def test_a_count_that_no_check_has_seen_is_told_where_it_may_be_wrong(pool: WorkerPool) -> None:
+    sure, unsure = [[], [], [0, 1, 2]], [[], [], [0, 3], [0, 3]]
+    for num_high, num_late, told in pool.run(counted_late, sure, timeout=60):
+        assert (num_high, num_late, told) == (3, 1, [])
+    (*first, none), (*last, [text]) = pool.run(counted_late, unsure, timeout=60)
+    assert first == last == [2, 2] and not none
+    assert text.startswith("Each microbatch took 'num_high' from 0 to 1; in the batches that were checked it did not")
