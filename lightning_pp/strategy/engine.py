@@ -37,7 +37,7 @@ from lightning_pp.strategy.parameters.precision import scaled
 from lightning_pp.strategy.results.batch_undo import batch_undo
 from lightning_pp.strategy.results.metrics import PipelineMetrics
 from lightning_pp.strategy.results.outputs import SKIPPED_IN_PART, NoLossError, loss_of, none_refused
-from lightning_pp.strategy.results.reports import BatchReport, ReportedBatch
+from lightning_pp.strategy.results.reports import BatchReport, Merged, ReportedBatch
 from lightning_pp.strategy.setup import LaidOutModel
 from lightning_pp.strategy.step.dry_steps import recorded_step
 from lightning_pp.strategy.step.frozen import FrozenParameters
@@ -276,10 +276,12 @@ class PipelineEngine:
                 if not self.post_validation.is_valid():
                     return self._withdraw(report, run)
                 self.post_validation.settle()
-                output = self._receive(report, run)
+                output, changes = self._receive(report, run)
                 if report.unchecked is not None:  # an error ends the run before an update
                     with self._model.cutter.noted(batch, len(run.microbatches)):
                         self._checks.check_part(run, batch, report.unchecked, self._seed)
+                    changes = self._checks.merged_again(run)
+                run.scopes.attributes.apply(changes)
                 return output
         # training_step returns None for this batch: only its logs and attributes are kept
         if self._run("training_step", args, kwargs, 1.0, trains=False, reduce=False) is not None:
@@ -396,8 +398,8 @@ class PipelineEngine:
             is_valid=self.post_validation.is_valid,
         )
 
-    def _receive(self, report: BatchReport, run: BatchRun) -> Any:
-        """The step's output for the batch; its logs and its changes to the module are applied."""
+    def _receive(self, report: BatchReport, run: BatchRun) -> Merged:
+        """The step's output for the batch and its changes to the module; its logs are applied."""
         try:
             output, changes = report.receive_and_apply(self.module, run.call.batch_idx)
         except RankStoppedError:
@@ -406,9 +408,8 @@ class PipelineEngine:
             with suppress(RuntimeError):  # of a rank that has stopped as well
                 self._executor.drain()  # who still waits for a gradient of this rank's is to hear of this error, too
             raise
-        run.scopes.attributes.apply(changes)
         self.finite.note_loss(report.nonfinite)
-        return output
+        return output, changes
 
     def _withdraw(self, report: BatchReport, run: BatchRun) -> object:
         """At the end of a batch that ran with the weights of an update which is to be made again."""

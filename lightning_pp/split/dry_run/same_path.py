@@ -110,6 +110,7 @@ class PathComparison:
                 compared=Compared(path.stand_in, path.watch.note_look, path.operations, with_gradients),
             )
         matches &= path.operations.have_run(record, path.crossing) and path.can_be_resized(failure)
+        matches &= path.changed <= set(record.mutated_attributes)
         if failure is None:  # else what the end of the step makes of made-up values says nothing
             matches &= places_of(recorder.reductions) == places_of(record.reductions)
             # a step that begins to look at values needs a plan that says so
@@ -140,7 +141,7 @@ class _Path:
         self._is_alike = is_alike
         self._calls: list[UnitCall] = []
         self._operations: dict[int, Operation] = {}
-        self._changed: set[tuple[str, str]] = set()
+        self.changed: set[tuple[str, str]] = set()
         self._is_other = False
         self.watch = StepWatch(lambda: len(self._calls))
         self.operations = OperationCalls(
@@ -165,7 +166,7 @@ class _Path:
 
     def note_changes(self, changed: Collection[tuple[str, str, Any]]) -> None:
         """What code outside units has changed on modules, at the end."""
-        self._changed = {(name, attribute) for name, attribute, _ in changed}
+        self.changed = {(name, attribute) for name, attribute, _ in changed}
 
     def can_be_resized(self, failure: Exception | None) -> bool:
         """Whether nothing but sizes differs, where any does."""
@@ -181,7 +182,6 @@ class _Path:
             and counted == of_record
             and (failure is None or record.outputs_cross_alone)
             and self.watch.draws == record.inter_unit_draws.after
-            and self._changed <= set(record.mutated_attributes)
         )
 
     @property

@@ -459,8 +459,9 @@ class StepRecord:
 
     @cached_property
     def course(self) -> Hashable:
-        """Which units it calls, and from which lines it calls what reduces: the same for batches of other sizes."""
-        return frozenset(call.unit for call in self.calls), frozenset(each.place.site for each in self.reductions)
+        """Units it calls, lines that reduce, and attributes that it changes: the same for batches of other sizes."""
+        units, lines = (call.unit for call in self.calls), (each.place.site for each in self.reductions)
+        return frozenset(units), frozenset(lines), frozenset(self.mutated_attributes)
 
     @cached_property
     def num_alike(self) -> Mapping[OperationPlace, int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.errors import SplitError, add_note
+from lightning_pp.runtime.host_copies import HostCopies
 from lightning_pp.split._torch_private import version_of
 from lightning_pp.split.data.microbatch import Microbatch
 from lightning_pp.split.fakes.parameters import is_fake
@@ -26,6 +27,8 @@ from lightning_pp.strategy.batch.part_check import Outcome, PartCheck, observed
 from lightning_pp.strategy.batch.preparation import BatchPreparation
 from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.parameters.precision import step_dtypes
+from lightning_pp.strategy.results.attributes import Changes
+from lightning_pp.strategy.results.outputs import packed_outputs, unpacked_outputs
 from lightning_pp.strategy.step.dry_steps import loggers_muted
 from lightning_pp.strategy.step.progress import trainer_watched
 
@@ -125,6 +128,19 @@ class BatchChecks:
                 f"In {MOST_LATE_CHECKS} batches {run.call.step} took branches that no check had seen. These batches "
                 "were checked. New branches in later batches are not."
             )
+
+    def merged_again(self, run: BatchRun) -> Changes:
+        """What the batch changes on the module, by what a check of a part of it has shown; the same on every rank."""
+
+        def merged() -> Any:
+            copies = HostCopies()
+            packed = packed_outputs(run.scopes.attributes.merged(run.num_samples_each, run.weights), copies)
+            copies.end()
+            copies.wait()
+            return packed
+
+        changes = self.groups.share(merged, "What the step changes on the module")
+        return cast(Changes, unpacked_outputs(changes, self.device))
 
     def _check_part(
         self,

@@ -221,7 +221,7 @@ class PartCheck:
             @contextmanager
             def around(index: int, stage: int | None) -> Iterator[None]:
                 places, changes, buffers = left
-                StepAttributes(self.preparation.module, places, Learned()).apply(changes)
+                StepAttributes(self.preparation.module, places, Learned(), with_new=True).apply(changes)
                 for name, value in {**buffers, **own}.items():
                     place, _, key = name.rpartition(".")
                     held = buffers_of(self.preparation.module.get_submodule(place))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,7 +33,7 @@ from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.batch.scaling import BatchScaling, ScaledBatch, TwoSizes
 from lightning_pp.strategy.batch.scopes import StepScopes
 from lightning_pp.strategy.batch.whole_batch import END_OF_BATCH, ending_with_batch, in_one_piece
-from lightning_pp.strategy.results.attributes import StepAttributes, kept_by_step
+from lightning_pp.strategy.results.attributes import StepAttributes, containers_in, kept_by_step
 from lightning_pp.strategy.results.learned import Learned
 from lightning_pp.strategy.results.logs import StepLogs
 from lightning_pp.strategy.results.metrics import PipelineMetrics
@@ -281,8 +281,16 @@ class BatchPreparation:
 
     def _kept_by(self, plans: Sequence[StepPlan]) -> StepAttributes:
         mutated = dict.fromkeys(name for plan in plans for name in plan.record.mutated_attributes)
-        kept = kept_by_step(self.module, list(mutated), list(self.split.units))
-        return StepAttributes(self.module, kept, self._learned, are_changed=not mutated.keys().isdisjoint(kept))
+        # a step that reads its loss may change others by it, in runs alone
+        reads_late = any(plan.record.value_reads_in_tail for plan in plans)
+        may_change = dict.fromkeys((*mutated, *(self._containers if reads_late else ())))
+        kept = kept_by_step(self.module, list(may_change), list(self.split.units))
+        are_changed = not mutated.keys().isdisjoint(kept)
+        return StepAttributes(self.module, kept, self._learned, are_changed=are_changed, with_new=reads_late)
+
+    @cached_property
+    def _containers(self) -> list[tuple[str, str]]:
+        return containers_in(self.module)
 
     def two_sizes(
         self, microbatches: Sequence[Microbatch], batch: Any, part: tuple[int, int] | None = None

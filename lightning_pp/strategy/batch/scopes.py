@@ -74,7 +74,7 @@ class StepScopes:
         of_whole_batch = None if scaled is None else scaled.of_whole_batch
         if not self._is_plain:
             scopes.append(self.precision.forward_context())
-        if self.attributes.places:
+        if self.attributes:
             scopes.append(self.attributes.of_microbatch(microbatch, of_whole_batch, active=is_last))
         if scaled is not None:
             scopes += uncompiled_outside_units(), scaled

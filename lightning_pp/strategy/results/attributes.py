@@ -24,7 +24,7 @@ from torchmetrics import Metric
 from lightning_pp.split._torch_private import buffers_of
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.reductions.scaling import keeping_counts
-from lightning_pp.split.side_effects.reach import Reached, class_containers, reached_from
+from lightning_pp.split.side_effects.reach import MUTABLE, Reached, class_containers, reached_from
 from lightning_pp.strategy.results.changes import Absent, Move, Rows, changes_in, changes_of_items, merged_change
 from lightning_pp.strategy.results.learned import Learned, is_number
 from lightning_pp.strategy.results.outputs import all_equal
@@ -33,6 +33,12 @@ _LIGHTNINGS_OWN = frozenset(vars(pl.LightningModule()))
 _Place = tuple[str, Any]
 """The path of a container and a key in it; None for all that it holds."""
 Changes = dict[_Place, Any]
+
+
+def containers_in(module: nn.Module) -> list[tuple[str, str]]:
+    """Attributes of ``module`` itself that hold something that code can write into, with up to 1,000 entries."""
+    held = {key: value for key, value in vars(module).items() if isinstance(value, (*MUTABLE, Tensor))}
+    return [("", key) for key, value in held.items() if isinstance(value, Tensor) or len(value) <= 1000]
 
 
 def kept_by_step(
@@ -62,23 +68,35 @@ class StepAttributes:
         module: The user's module.
         places: Module names and attributes, as :func:`kept_by_step` returns them.
         learned: What is known of the values that the module's steps leave.
+        with_new: Whether attributes that the step adds to the module itself are among them.
 
     Attributes:
         are_changed: Whether a dry run saw the step change one of them.
     """
 
     def __init__(
-        self, module: nn.Module, places: Sequence[tuple[str, str]], learned: Learned, *, are_changed: bool = False
+        self,
+        module: nn.Module,
+        places: Sequence[tuple[str, str]],
+        learned: Learned,
+        *,
+        are_changed: bool = False,
+        with_new: bool = False,
     ) -> None:
         self.places, self.learned, self.are_changed = places, learned, are_changed
         self._holders: dict[str, _Attributes | Reached] = {}
         seen: set[int] = set()
-        for name in dict.fromkeys(name for name, _ in places):
-            own = _Attributes(name, module.get_submodule(name), [key for other, key in places if other == name])
+        for name in dict.fromkeys((*[""] * with_new, *(name for name, _ in places))):
+            keys, adds = [key for other, key in places if other == name], with_new and not name
+            own = _Attributes(name, module.get_submodule(name), keys, with_new=adds)
             found = [each for each in own.reached() if id(each.container) not in seen]
             self._holders |= {name: own, **{each.path: each for each in found}}
             seen.update(id(each.container) for each in found)
         self._changes: dict[int, Changes] = {}
+
+    def __bool__(self) -> bool:
+        """Whether the step may change any."""
+        return bool(self._holders)
 
     @contextmanager
     def of_microbatch(
@@ -109,6 +127,7 @@ class StepAttributes:
 
     def merged(self, num_samples: Sequence[int], weights: Sequence[float]) -> Changes:
         """The batch's changes, from the microbatches'."""
+        self.learned.unknown.clear()
         parts = [self._changes[index] for index in sorted(self._changes)]
         merge = partial(merged_change, num_samples=num_samples, weights=weights, learned=self.learned)
         return {
@@ -131,6 +150,7 @@ class StepAttributes:
 
     def apply(self, changes: Changes) -> None:
         """Makes ``changes``, the last stage's, on this rank."""
+        self.learned.warn_of_unknown()
         for (path, key), change in sorted(changes.items(), key=lambda item: item[0][1] is None):
             holder = self._holders[path]
             if key is not None:
@@ -145,9 +165,9 @@ class StepAttributes:
 class _Attributes:
     """Attributes and buffers ``keys`` of a module before the batch. Each step gets copies of tensors and arrays."""
 
-    def __init__(self, name: str, module: nn.Module, keys: Sequence[str]) -> None:
+    def __init__(self, name: str, module: nn.Module, keys: Sequence[str], *, with_new: bool) -> None:
         self._name = name
-        self._keys = keys
+        self._known_keys, self._with_new, self._old = keys, with_new, set[str]()
         self.buffers = buffers_of(module)
         self.container: Any = ChainMap(vars(module), self.buffers)
         self._of_class = class_containers(type(module))
@@ -157,6 +177,11 @@ class _Attributes:
             if isinstance(value, Tensor):
                 keeping_counts(value)  # for rehearsals, which copy it
 
+    @property
+    def _keys(self) -> Sequence[str]:
+        new = self.container.maps[0].keys() - self._old if self._with_new and self._old else ()
+        return [*self._known_keys, *(key for key in new if not key.startswith("_"))]
+
     def reached(self) -> Iterator[Reached]:
         """The containers and objects that are reached from them."""
         for key in self._keys:
@@ -165,6 +190,7 @@ class _Attributes:
 
     def begin(self) -> None:
         """A step begins."""
+        self._old = set(self.container.maps[0])
         arrays = {key: value for key, value in self._before.items() if type(value) in (Tensor, np.ndarray)}
         self._copies = {key: _copied(value) for key, value in arrays.items() if not is_fake(value)}
         for key, copy in self._copies.items():

@@ -121,7 +121,7 @@ def _merged_moves(moves: Sequence[Move], weights: Sequence[float], learned: Lear
     if adds_up or (adds_up is None and are_whole and not all_equal(added)):
         return before + sum(added)
     if adds_up is None and are_whole and len(moves) > 1 and type(before) in (int, float):
-        learned.warn_unknown(name, before, moves[-1].value)
+        learned.note_unknown(name, before, moves[-1].value)
     return moves[-1].value if are_whole else mean_of([move.value for move in moves], weights)
 
 

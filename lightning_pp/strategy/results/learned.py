@@ -21,13 +21,18 @@ def is_number(value: object) -> bool:
 
 
 class Learned:
-    """Known kinds of the values that a module's steps leave, by their place in Python's notation."""
+    """Known kinds of the values that a module's steps leave, by their place in Python's notation.
+
+    Attributes:
+        unknown: Numbers of the batch that may have been merged wrongly: before it, and after it.
+    """
 
     def __init__(self) -> None:
         self._adds_up: dict[str, bool] = {}
         self._is_by_sample: dict[str, bool] = {}
         self._asked: dict[str, tuple[Sequence[Any], Sequence[float]]] | None = None
         self._warned: set[str] = set()
+        self.unknown: dict[str, tuple[Any, Any]] = {}
 
     def learn(self, merges: Sequence[Callable[[], object]]) -> None:
         """Notes which numbers add up: in one piece they are nearer to the sum of the parts' than to their mean.
@@ -58,17 +63,22 @@ class Learned:
             self._asked[place] = added, weights
         return self._adds_up.get(place, True if self._siblings(place) == {True} else None)
 
-    def warn_unknown(self, place: str, before: Any, value: Any) -> None:
-        """Warns once that each microbatch has taken the number at ``place`` to ``value``, which no check has seen."""
-        if self._asked is not None or before == value or place in self._warned or self._siblings(place):
-            return
-        self._warned.add(place)
-        warnings.warn(
-            f"Each microbatch took {place!r} from {before} to {value}; in the batches that were checked it did not "
-            f"change. It is {value} after this batch. That is right for a value that is set, and for a count of batches. "
-            "It is wrong for a count of samples: use a torchmetrics.SumMetric.",
-            stacklevel=2,
-        )
+    def note_unknown(self, place: str, before: Any, value: Any) -> None:
+        """Notes that each microbatch has taken the number at ``place`` to ``value``, which no check has seen."""
+        if before != value and not self._siblings(place):
+            self.unknown[place] = before, value
+
+    def warn_of_unknown(self) -> None:
+        """Warns of what is noted, once for each place."""
+        for place, (before, value) in self.unknown.items():
+            if place not in self._warned:
+                self._warned.add(place)
+                warnings.warn(
+                    f"Each microbatch took {place!r} from {before} to {value}; in the batches that were checked it did "
+                    f"not change. It is {value} after this batch. That is right for a value that is set, and for a "
+                    "count of batches. It is wrong for a count of samples: use a torchmetrics.SumMetric.",
+                    stacklevel=2,
+                )
 
     def _siblings(self, place: str) -> set[bool]:
         """What is known of the other entries of the container of ``place``."""

@@ -251,24 +251,26 @@ class CountsLate(Blocks):
         return super().training_step(batch, batch_idx)
 
 
-def counted_late(rows_with_high: list[list[int]]) -> tuple[int, int, list[str]]:
+def counted_late(rows_with_high: list[list[int]], checks: bool) -> tuple[int, int, list[str]]:
     """In a worker: both counts, and the warnings of ``num_high``; four samples a batch, these of them high."""
-    x = torch.rand(4 * len(rows_with_high), 8, dtype=torch.float64)
+    x = torch.linspace(0, 1, 32 * len(rows_with_high), dtype=torch.float64).reshape(-1, 8)
     for index, rows in enumerate(rows_with_high):
         x[[4 * index + row for row in rows], 0] = 3.0
     data, module = DataLoader(TensorDataset(x, x.sum(-1).tanh()), batch_size=4), CountsLate()
-    run = trainer(2, PipelineParallelStrategy(2, num_microbatches=2, schedule="1f1b"), precision="64-true")
+    strategy = PipelineParallelStrategy(2, num_microbatches=2, schedule="1f1b", check_first_batches=checks)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run.fit(module, data)
-    told = [str(each.message) for each in caught if "'num_high'" in str(each.message)]
-    return module.num_high, module.num_late, told
+        trainer(2, strategy, precision="64-true").fit(module, data)
+    return module.num_high, module.num_late, [str(it.message) for it in caught if "'num_high'" in str(it.message)]
+
+
+def test_a_count_that_begins_late_is_that_of_one_device(pool: WorkerPool) -> None:
+    for rows in ([[], [], [0, 1, 2]], [[], [], [0, 3], [0, 3]]):
+        expected = sum(map(len, rows)), len(rows) - 2, []
+        assert pool.run(counted_late, rows, True, timeout=60) == [expected] * 2
 
 
 def test_a_count_that_no_check_has_seen_is_told_where_it_may_be_wrong(pool: WorkerPool) -> None:
-    sure, unsure = [[], [], [0, 1, 2]], [[], [], [0, 3], [0, 3]]
-    for num_high, num_late, told in pool.run(counted_late, sure, timeout=60):
-        assert (num_high, num_late, told) == (3, 1, [])
-    (*first, none), (*last, [text]) = pool.run(counted_late, unsure, timeout=60)
+    (*first, none), (*last, [text]) = pool.run(counted_late, [[], [], [0, 3], [0, 3]], False, timeout=60)
     assert first == last == [2, 2] and not none
     assert text.startswith("Each microbatch took 'num_high' from 0 to 1; in the batches that were checked it did not")
