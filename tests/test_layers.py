@@ -99,8 +99,8 @@ def test_one_layer_makes_process_groups() -> None:
 # Lines of each room, docstrings included. A feature pays for its lines by taking others out, so these numbers go down;
 # one that goes up is a decision, and is told in the commit.
 BUDGETS = {
-    ("split",): 13_021,
-    ("strategy",): 13_827,
+    ("split",): 13_023,
+    ("strategy",): 13_907,
     ("cli", "conf", "doctor"): 8_710,
     ("telemetry", "callbacks"): 4_120,
     ("schedule",): 4_699,

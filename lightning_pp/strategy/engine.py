@@ -117,7 +117,7 @@ class PipelineEngine:
         self._preparation = BatchPreparation(
             surroundings, self.split, self.groups, model.cutter, self.metrics, self._frozen, self._recorded_step
         )
-        forward, checks = partial(self._execute, trains=False), self._options.batches.check_first_batches
+        forward, checks = self._forward_compared, self._options.batches.check_first_batches
         self._checks = BatchChecks(self._preparation, self.groups, self._precision, self.device, forward, is_on=checks)
         self.finite = FiniteGradients(
             self._options.batches.on_nonfinite, self.split, self.rank, self.device, lambda: self._trainer
@@ -307,6 +307,11 @@ class PipelineEngine:
             )
         self._comparison.compare_plans(call, run.plans)
         return run
+
+    def _forward_compared(self, run: BatchRun, indices: Sequence[int]) -> list[Any]:
+        """Forward of microbatches, once it is sure that the ranks expect the same messages."""
+        self._comparison.compare_plans(run.call, run.plans)
+        return self._execute(run, indices, trains=False)
 
     def _next_seed(self, *, training: bool) -> int:
         self._num_batches_run[training] += 1

@@ -392,6 +392,7 @@ class StepRecord:
         value_reads_in_tail: Lines that read a weight-dependent value (``.item()``) after the last call.
         early_reads: Indices of the calls after such a line, all on the last stage, to the error where they are not.
         mutated_attributes: ``(module name, attribute)`` that the step set or whose content it changed.
+        logged: Names that it logged.
         reductions: Calls, outside units, of functions that decide how values grow with the batch.
         has_dynamic_shapes: Whether values of the batch decide shapes or Python integers outside units (``loss[mask]``,
             ``int(mask.sum())``).
@@ -425,6 +426,7 @@ class StepRecord:
     value_reads_in_tail: list[str] = field(default_factory=list)
     early_reads: Mapping[int, str] = field(default_factory=dict)
     mutated_attributes: tuple[tuple[str, str], ...] = ()
+    logged: tuple[str, ...] = ()
     reductions: Sequence[Reduction] = ()
     has_dynamic_shapes: bool = False
     carried: tuple[CarriedState, ...] = ()

@@ -64,7 +64,7 @@ class BatchComparison:
             self.frozen.check(call.batch_idx)
 
     def compare_plans(self, call: StepCall, plans: Sequence[StepPlan]) -> None:
-        """Raises :class:`SplitError` where ranks would send one another different tensors; every rank has to call it.
+        """Raises :class:`SplitError` where ranks would send or log something else; every rank has to call it.
 
         Plans are made on each rank for itself, from the same batch. Messages that are new are compared once.
         """
@@ -82,8 +82,8 @@ class BatchComparison:
         raise SplitError(
             f"The ranks of one pipeline planned different messages for batch {call.batch_idx} of {call.step}. Rank "
             f"{first} expects {one}. Rank {other} expects {another}. Nothing was sent. The step must do the same on "
-            "every rank of a pipeline: it must not depend on the rank, on time, or on random numbers that differ "
-            "between ranks."
+            "every rank of a pipeline: it must not depend on the rank (self.global_rank, trainer.is_global_zero), on "
+            "time, or on random numbers that differ between ranks."
         )
 
     def put_back(self, mine: Fingerprint | None) -> None:

@@ -33,7 +33,7 @@ from lightning_pp.strategy.batch.run import BatchRun, StepCall
 from lightning_pp.strategy.batch.scaling import BatchScaling, ScaledBatch, TwoSizes
 from lightning_pp.strategy.batch.scopes import StepScopes
 from lightning_pp.strategy.batch.whole_batch import END_OF_BATCH, ending_with_batch, in_one_piece
-from lightning_pp.strategy.results.attributes import StepAttributes, containers_in, kept_by_step
+from lightning_pp.strategy.results.attributes import StepAttributes, kept_by_step, small_state
 from lightning_pp.strategy.results.learned import Learned
 from lightning_pp.strategy.results.logs import StepLogs
 from lightning_pp.strategy.results.metrics import PipelineMetrics
@@ -283,14 +283,14 @@ class BatchPreparation:
         mutated = dict.fromkeys(name for plan in plans for name in plan.record.mutated_attributes)
         # a step that reads its loss may change others by it, in runs alone
         reads_late = any(plan.record.value_reads_in_tail for plan in plans)
-        may_change = dict.fromkeys((*mutated, *(self._containers if reads_late else ())))
+        may_change = dict.fromkeys((*mutated, *(self._small_state if reads_late else ())))
         kept = kept_by_step(self.module, list(may_change), list(self.split.units))
         are_changed = not mutated.keys().isdisjoint(kept)
         return StepAttributes(self.module, kept, self._learned, are_changed=are_changed, with_new=reads_late)
 
     @cached_property
-    def _containers(self) -> list[tuple[str, str]]:
-        return containers_in(self.module)
+    def _small_state(self) -> list[tuple[str, str]]:
+        return small_state(self.module)
 
     def two_sizes(
         self, microbatches: Sequence[Microbatch], batch: Any, part: tuple[int, int] | None = None

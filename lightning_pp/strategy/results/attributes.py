@@ -24,21 +24,30 @@ from torchmetrics import Metric
 from lightning_pp.split._torch_private import buffers_of
 from lightning_pp.split.fakes.parameters import is_fake
 from lightning_pp.split.reductions.scaling import keeping_counts
-from lightning_pp.split.side_effects.reach import MUTABLE, Reached, class_containers, reached_from
+from lightning_pp.split.side_effects.reach import Reached, class_containers, reached_from
 from lightning_pp.strategy.results.changes import Absent, Move, Rows, changes_in, changes_of_items, merged_change
 from lightning_pp.strategy.results.learned import Learned, is_number
 from lightning_pp.strategy.results.outputs import all_equal
 
 _LIGHTNINGS_OWN = frozenset(vars(pl.LightningModule()))
+_MOST_ENTRIES = 1000
 _Place = tuple[str, Any]
 """The path of a container and a key in it; None for all that it holds."""
 Changes = dict[_Place, Any]
 
 
-def containers_in(module: nn.Module) -> list[tuple[str, str]]:
-    """Attributes of ``module`` itself that hold something that code can write into, with up to 1,000 entries."""
-    held = {key: value for key, value in vars(module).items() if isinstance(value, (*MUTABLE, Tensor))}
-    return [("", key) for key, value in held.items() if isinstance(value, Tensor) or len(value) <= 1000]
+def small_state(module: nn.Module) -> list[tuple[str, str]]:
+    """What a step may write into, in ``(module name, attribute)``: all that holds up to 1,000 entries or elements."""
+    found: list[tuple[str, str]] = []
+    for name, child in module.named_modules():
+        if type(child).__module__.startswith("torch."):
+            continue
+        for key, value in (*vars(child).items(), *buffers_of(child).items()):
+            reached = () if key in _LIGHTNINGS_OWN else reached_from(value, key)
+            size = value.numel() if isinstance(value, Tensor) else sum(len(each.content) for each in reached)
+            if size <= _MOST_ENTRIES and (reached or isinstance(value, Tensor)):
+                found.append((name, key))
+    return found
 
 
 def kept_by_step(
@@ -219,8 +228,8 @@ class _Attributes:
 
 def _has_number(value: Any) -> bool:
     held = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
-    inner = (item for each in held[:1000] if isinstance(each, dict) for item in each.values())
-    return len(held) <= 1000 and any(map(is_number, (*held, *inner)))
+    inner = (item for each in held[:_MOST_ENTRIES] if isinstance(each, dict) for item in each.values())
+    return len(held) <= _MOST_ENTRIES and any(map(is_number, (*held, *inner)))
 
 
 def _put(held: Any, key: Any, change: Any) -> None:

@@ -37,7 +37,7 @@ def merge_outputs(
     lists, tuples with a plain value (or dict) a sample concatenated
     sets                                                their union
     values that are equal everywhere                    kept
-    ``None`` in some microbatches                       merged from the others
+    ``None``, or no such key, in some microbatches      merged from the others
     anything else                                       a list with the value of each microbatch
     ==================================================  ====================================
 
@@ -124,6 +124,12 @@ def _merged(
         return first.union(*values)
     if _is_list_of_samples(values, num_samples, learned, place):
         return type(first)(sample for value in values for sample in value)
+    if type(first) is dict and any(value.keys() != first.keys() for value in values):
+        keys = dict.fromkeys(key for value in values for key in value)
+        columns = {key: [value.get(key) for value in values] for key in keys}
+        return {
+            key: _merged(column, num_samples, weights, learned, f"{place}[{key!r}]") for key, column in columns.items()
+        }
     names = [[name for name, _ in named_children(value) or ()] for value in values]
     children = [children_of(value) for value in values]
     if children[0] and all(other == names[0] for other in names) and len(set(map(len, children))) == 1:

@@ -29,7 +29,7 @@ from lightning_pp.strategy.results.metrics import metrics_suspended
 from lightning_pp.strategy.results.outputs import loss_of
 from lightning_pp.strategy.step.held_output import output_held
 from lightning_pp.strategy.step.progress import reads_batch_idx, trainer_watched
-from lightning_pp.strategy.step.refusals import check_loss
+from lightning_pp.strategy.step.refusals import check_loss, repeated_changes_refused
 
 
 def logging_to(
@@ -128,9 +128,11 @@ def call_step(module: pl.LightningModule, step: str, *args: Any, **kwargs: Any) 
 
     Raises:
         ConfigurationError: It raises ``StopIteration``, by which Lightning ends an epoch: others may not be there yet.
+            Or see :func:`repeated_changes_refused`.
     """
     try:
-        return getattr(module, step)(*args, **kwargs)
+        with repeated_changes_refused(module, step):
+            return getattr(module, step)(*args, **kwargs)
     except StopIteration as error:
         raise ConfigurationError(
             f"{step} raised StopIteration, at {innermost_user_line(error)}. In a pipeline a step cannot end an epoch, "
@@ -184,6 +186,7 @@ def recorded_step(
                 output = call_step(module, step, own, *rest, **(kwargs or {}))
             _refuse_shared_writes(step, shared, batch)
             if isinstance(dry, DryRun):
+                dry.record.logged = tuple(logged)
                 edits_contents = _versions(given) != versions
                 _warn_of_hooks(module, step, places_written(given, own), edits_contents=edits_contents)
                 of_batch = {storage_of(each) for _, each in entries_of(own, "batch") if isinstance(each, Tensor)}

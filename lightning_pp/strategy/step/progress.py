@@ -74,6 +74,14 @@ class _WatchedTrainer:
         object.__getattribute__(self, "_given")[name] = value
 
 
+def unwatched(trainer: Any) -> pl.Trainer | None:
+    """The trainer itself, whose reads nobody notes."""
+    own: pl.Trainer | None = (
+        object.__getattribute__(trainer, "_watched")[0] if type(trainer) is _WatchedTrainer else trainer
+    )
+    return own
+
+
 @contextmanager
 def trainer_watched(
     module: pl.LightningModule,

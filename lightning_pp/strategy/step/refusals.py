@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
@@ -27,7 +30,10 @@ from lightning_pp.split.record.step_record import Failure, StepRecord
 from lightning_pp.strategy._lightning_private import synchronizes_layers, trainer_of
 from lightning_pp.strategy.lightning.callbacks import callbacks_of
 from lightning_pp.strategy.parameters.precision import refuse_precision
+from lightning_pp.strategy.step.progress import unwatched
 
+# of parameter groups
+_SET_BY_STEPS = ("lr", "weight_decay")
 _REFUSED_CALLBACKS: dict[type[Callback], str] = {
     StochasticWeightAveraging: (
         "copies the whole module before it is split and keeps the copy in its own state, but a checkpoint has that "
@@ -174,3 +180,42 @@ def _thaws_later(module: pl.LightningModule) -> bool:
     if trainer is None or trainer.fit_loop.epoch_loop.batch_progress.current.ready:
         return False
     return any(isinstance(callback, BaseFinetuning) for callback in callbacks_of(trainer))
+
+
+# of each trainer the batch in which a run of its step has changed what the optimizers go by
+_changed_in: WeakKeyDictionary[pl.Trainer, tuple[int, int]] = WeakKeyDictionary()
+
+
+@contextmanager
+def repeated_changes_refused(module: pl.LightningModule, step: str) -> Iterator[None]:
+    """Around a run of the step; a value that the step sets is alike in all runs of a batch.
+
+    Raises:
+        ConfigurationError: It changes learning rates, or steps a scheduler, and a run before it has done so as well.
+    """
+    trainer = unwatched(trainer_of(module))
+    before = None if trainer is None or step != "training_step" else _optimizers_go_by(trainer)
+    yield
+    if trainer is None or before is None or before == (now := _optimizers_go_by(trainer)):
+        return
+    batch = trainer.current_epoch, trainer.fit_loop.batch_idx
+    if _changed_in.get(trainer) != batch:
+        _changed_in[trainer] = batch
+        return
+    what, was, became = next((name, before[name], now[name]) for name in now if before.get(name) != now[name])
+    raise ConfigurationError(
+        f"training_step changes the {' '.join(map(str, what))} each time that it runs: from {was} to {became} in this "
+        "run. A pipeline runs a step several times for a batch. Change it in a hook, such as on_train_batch_start or "
+        "lr_scheduler_step, or compute the value from self.global_step."
+    )
+
+
+def _optimizers_go_by(trainer: pl.Trainer) -> dict[tuple[str | int, ...], Any]:
+    """By name the learning rates, the weight decays, and how often schedulers have stepped."""
+    groups = ((i, j, group) for i, each in enumerate(trainer.optimizers) for j, group in enumerate(each.param_groups))
+    found: dict[tuple[str | int, ...], Any] = {
+        (key, "of group", j, "of optimizer", i): group.get(key) for i, j, group in groups for key in _SET_BY_STEPS
+    }
+    for i, config in enumerate(trainer.lr_scheduler_configs):
+        found["last_epoch of scheduler", i] = getattr(config.scheduler, "last_epoch", None)
+    return found

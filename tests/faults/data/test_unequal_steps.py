@@ -56,3 +56,39 @@ def test_ranks_that_plan_different_messages(pool: WorkerPool, first: int, expect
     report = pool.run(fit, first, world_size=2, timeout=150.0, expect_failure=True)
     for failure in report.failures:
         assert failure is not None and re.search(expected, failure.message, re.DOTALL), failure
+
+
+class LogsOnRank0(Blocks):
+    """Logs on one rank alone, which does not have the last stage; or validates there alone."""
+
+    def __init__(self, validates_alone: bool) -> None:
+        super().__init__()
+        self.validates_alone = validates_alone
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if self.trainer.is_global_zero:
+            self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not self.validates_alone or self.global_rank == 0:
+            self.log("val_loss", self.loss(batch))
+
+
+def fit_on_rank_0(validates_alone: bool) -> None:
+    trainer = make_trainer(PIPELINE, strategy=PIPELINE.strategy(), num_sanity_val_steps=1)
+    trainer.fit(LogsOnRank0(validates_alone), *[DataLoader(Rows(16), batch_size=4)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("validates_alone", "expected"),
+    [
+        (False, "of training_step. Rank 0 expects self.log of 'train_loss'. Rank 1 expects nothing more."),
+        (True, "of validation_step. Rank 0 expects result"),
+    ],
+)
+def test_what_one_rank_does_alone_is_refused(pool: WorkerPool, validates_alone: bool, expected: str) -> None:
+    report = pool.run(fit_on_rank_0, validates_alone, world_size=2, timeout=60.0, expect_failure=True)
+    for failure in report.failures:
+        assert failure is not None and f"planned different messages for batch 0 {expected}" in failure.message

@@ -301,3 +301,32 @@ def test_means_are_those_of_one_device_where_batches_are_cut_unevenly(pool: Work
     # batches of 4, 4 and 2 samples; MeanMetric rounds what it is given to float32
     found = check_on_every_rank(pool, means_of, layout, tolerance=1e-6)
     assert len(found) == 6 and abs(found["alike"] - found["rows"]) > 1e-3
+
+
+class InADict(Blocks):
+    """Keeps its metrics in a dict, which is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = {"mae": MeanAbsoluteError(), "mse": MeanSquaredError().set_dtype(torch.float64)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        predicted = self(x)
+        for name, metric in self.metrics.items():
+            self.log(name, metric(predicted, y))
+        return nn.functional.mse_loss(predicted, y)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("of_epoch", self.metrics["mse"].compute())
+
+
+def logged_from_a_dict(layout: Layout | None) -> Any:
+    run = make_trainer(layout)
+    run.fit(InADict(), loader())
+    return plain(dict(run.callback_metrics))
+
+
+@pytest.mark.parametrize("layout", [Layout("1f1b", 2, 1, 2), Layout("1f1b", 2, 2, 2)], ids=str)
+def test_metrics_in_a_dict(pool: WorkerPool, layout: Layout) -> None:
+    check_on_every_rank(pool, logged_from_a_dict, layout)

@@ -120,6 +120,7 @@ def test_means_are_weighted() -> None:
     # a microbatch without a value does not count
     assert merge_outputs([values[0], None, values[1]], [1, 5, 2]) == 3.0
     assert merge_outputs([None, None], [1, 1]) is None
+    assert merge_outputs([{"loss": 2.0}, {"loss": 4.0, "high": 4.0}], [2, 2]) == {"loss": 3.0, "high": 4.0}
 
 
 @pytest.mark.parametrize("sizes", [[2, 2], [2, 1], [1, 1, 1]])
@@ -135,7 +136,7 @@ def test_sequences_of_every_length_are_lists_of_samples(sizes: list[int]) -> Non
 def test_what_cannot_be_merged_is_a_list() -> None:
     assert merge_outputs([3, 4], [2, 2]) == [3, 4]
     assert merge_outputs(["a", "b"], [2, 2]) == ["a", "b"]
-    assert merge_outputs([{"a": 1}, {"b": 1}], [2, 2]) == [{"a": 1}, {"b": 1}]
+    assert merge_outputs([{"a": 1}, [1]], [2, 2]) == [{"a": 1}, [1]]
     assert merge_outputs([1.0, "b"], [2, 2]) == [1.0, "b"]
     ragged = [torch.ones(2, 3), torch.ones(2, 4)]
     assert merge_outputs(ragged, [2, 2])[1].shape == (2, 4)

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from pipelined_fit import fit, loader, trainer
 from pool import WorkerPool
 from small_models import Blocks
+from torch import Tensor
 
 from lightning_pp import PipelineParallelStrategy
 from lightning_pp.schedule import StageCosts
@@ -93,6 +94,16 @@ class DetachesItsLoss(Blocks):
         return super().training_step(batch, batch_idx).detach()
 
 
+class StepsItsScheduler(Blocks):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
 class TakesIterator(Blocks):
     def training_step(self, dataloader_iter: Any) -> Any:
         return self.loss(next(dataloader_iter)[0])
@@ -144,6 +155,7 @@ def check_everywhere(pool: WorkerPool, pattern: str, function: Any, *args: Any, 
         (ReturnsNoLoss, r"training_step returned dict without a loss.*'loss'"),
         (ReturnsManyLosses, r"ReturnsManyLosses returned a loss of shape \(2,\).*mean"),
         (DetachesItsLoss, r"DetachesItsLoss.*does not depend on any parameter.*detach"),
+        (StepsItsScheduler, r"training_step changes the lr of group 0 of optimizer 0 each time.*on_train_batch_start"),
         (TakesIterator, r"dataloader_iter.*\(batch, batch_idx\)"),
     ],
 )

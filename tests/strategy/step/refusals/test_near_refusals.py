@@ -254,6 +254,15 @@ class BranchesByStep(Step):
         return h.square().sum() / 64 if self.trainer.global_step >= 2 else h.abs().mean()
 
 
+class SetsItsRate(Step):
+    """Sets the learning rate by the number of the step; one that changes it by a factor is refused."""
+
+    def extra(self, h: Tensor, x: Tensor, batch_idx: int) -> Any:
+        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
+            group["lr"] = 0.05 / (1 + self.global_step)
+        return 0.0
+
+
 class LogsANumber(Step):
     """Reads a number after the last unit for a log; of a value that other units go on with it cannot."""
 
