@@ -311,7 +311,8 @@ def _reason(difference: Difference, culprit: Culprit | None, whole_batch: str) -
     if difference.of_parts and min(difference.of_parts) <= difference.whole <= max(difference.of_parts):
         return (
             "What couples the samples was not found. If the line divides by something other than the number of "
-            f"samples, divide by a tensor from torch.sum. {whole_batch}"
+            "samples, divide by a torch.sum that is computed from the batch alone: one that depends on the weights is "
+            f"known too late. {whole_batch}"
         )
     if not difference.is_loss:
         return (
