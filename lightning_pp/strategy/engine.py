@@ -111,7 +111,8 @@ class PipelineEngine:
         self._programs.sharding = self.gradients.sharding
         self.prediction_of, self.gradient_squares = self._programs.prediction_of, self.gradients.squares
         self._frozen = FrozenParameters(self.module, fake_parameters)
-        self._comparison = BatchComparison(self.module, self.groups, self.sizes, self._frozen, self.mesh.get_rank())
+        ranks = self.groups, self.sizes, self._frozen, self.mesh.get_rank()
+        self._comparison = BatchComparison(self.module, *ranks, self.split.units)
         self._power_iterations = PowerIterations(self.module)
         self._outside_steps = OutsideSteps(self.module, fake_parameters.mode)
         self._preparation = BatchPreparation(

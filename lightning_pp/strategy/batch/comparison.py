@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import nn
 
 from lightning_pp.distributed.control import ControlGroups
 from lightning_pp.distributed.fingerprints import Fingerprint, check_same_batch, check_same_given, fingerprint
 from lightning_pp.distributed.sizes import ParallelSizes
 from lightning_pp.errors import SplitError
+from lightning_pp.split.dry_run.carried_state import buffers_outside
+from lightning_pp.split.fakes.parameters import has_data
 from lightning_pp.split.record.plan import StepPlan
+from lightning_pp.split.unit_calls.call_arguments import fingerprint_of
 from lightning_pp.strategy.batch.run import StepCall
 from lightning_pp.strategy.step.data import reads_streams, warn_equal_streams
 from lightning_pp.strategy.step.frozen import FrozenParameters
 
 _BATCHES_CHECKED_BEFOREHAND = 2
+_MOST_ELEMENTS = 1 << 20  # of a buffer that is compared
 
 
 @dataclass(eq=False)
@@ -32,6 +37,7 @@ class BatchComparison:
         sizes: How many there are.
         frozen: Which parameters are frozen.
         rank: This process's global rank.
+        units: The module's units; every rank has the buffers outside of them.
     """
 
     module: pl.LightningModule
@@ -39,6 +45,7 @@ class BatchComparison:
     sizes: ParallelSizes
     frozen: FrozenParameters
     rank: int
+    units: Mapping[str, nn.Module]
     _fingerprint: Fingerprint | None = field(default=None, init=False)
     _compared: set[int] = field(default_factory=set, init=False)
 
@@ -53,15 +60,37 @@ class BatchComparison:
         mine, groups = self._fingerprint, self.groups
         if mine is not None and call.batch_idx < _BATCHES_CHECKED_BEFOREHAND:
             given = fingerprint(batch, mine.rank)
-            gathered = groups.gather_in_pipeline((mine, given, self.frozen.own()))
-            check_same_batch([mine, *(each for each, _, _ in gathered if each.rank != mine.rank)], call.batch_idx)
-            check_same_given([given, *(each for _, each, _ in gathered if each.rank != mine.rank)], call.batch_idx)
-            self.frozen.apply(frozen for *_, frozen in gathered)
+            gathered = groups.gather_in_pipeline((mine, given, self.frozen.own(), self._buffers()))
+            check_same_batch([mine, *(each for each, *_ in gathered if each.rank != mine.rank)], call.batch_idx)
+            check_same_given([given, *(each for _, each, *_ in gathered if each.rank != mine.rank)], call.batch_idx)
+            self._check_buffers([(each.rank, buffers) for each, *_, buffers in gathered], call)
+            self.frozen.apply(frozen for *_, frozen, _ in gathered)
             is_first = call.training and call.batch_idx == 0
             if is_first and self.sizes.data_parallel > 1 and reads_streams(self.module.trainer):
                 warn_equal_streams(groups.gather(mine.numbers, "the first batch of an epoch"))
         elif call.training and self.sizes.ranks_of_batch > 1:
             self.frozen.check(call.batch_idx)
+
+    def _buffers(self) -> dict[str, int]:
+        """By name a number for the content of each buffer outside of units."""
+        return {
+            f"{name}.{key}".lstrip("."): fingerprint_of((buffer,), {})
+            for name, key, buffer in buffers_outside(self.module, self.units)
+            if has_data(buffer) and buffer.numel() <= _MOST_ELEMENTS
+        }
+
+    def _check_buffers(self, of_ranks: Sequence[tuple[int, dict[str, int]]], call: StepCall) -> None:
+        (rank, mine), *others = of_ranks
+        pairs = ((name, other) for other, its in others for name in mine if its.get(name, mine[name]) != mine[name])
+        name, other = next(pairs, ("", rank))
+        if name:
+            raise SplitError(
+                f"The buffer {name!r} is not the same on rank {rank} and rank {other} of a pipeline, before batch "
+                f"{call.batch_idx} of {call.step}. Every stage may read it. Code that makes a buffer of parameters has "
+                "those of its own stages alone: named_parameters() lists no others. Keep an average of parameters in a "
+                "Parameter with requires_grad=False, or use Lightning's WeightAveraging. Seed random numbers that a "
+                "buffer begins with."
+            )
 
     def compare_plans(self, call: StepCall, plans: Sequence[StepPlan]) -> None:
         """Raises :class:`SplitError` where ranks would send or log something else; every rank has to call it.

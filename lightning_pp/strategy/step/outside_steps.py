@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_pp.errors import ConfigurationError
 from lightning_pp.split.fakes.fake_mode import FakeValueMode, NeedsDataError
@@ -48,12 +49,39 @@ class OutsideSteps:
             self._mode.refusing_edits(),
             replaced(self._module, log=log, load_state_dict=load),
             self._mode.refusing_text(),
+            _data_reaches_shards(),
         ):
             yield
 
     def in_step(self) -> AbstractContextManager[None]:
         """In the block, a step runs."""
         return self._mode.refusing_edits(False)
+
+
+@contextmanager
+def _data_reaches_shards() -> Iterator[None]:
+    """In the block, ``parameter.data = value`` of a sharded parameter writes into its shard; torch drops the value.
+
+    A value that is no ``DTensor`` is the whole, the same on every rank.
+    """
+    held, before = cast(Any, torch.Tensor.data), vars(DTensor).get("data")
+
+    def write(parameter: DTensor, value: torch.Tensor) -> None:
+        if value.shape != parameter.shape or value.dtype != parameter.dtype:
+            held.__set__(parameter, value)
+            return
+        mesh, placements = parameter.device_mesh, parameter.placements
+        own = value if isinstance(value, DTensor) else distribute_tensor(value, mesh, placements, src_data_rank=None)
+        with torch.no_grad():
+            parameter.copy_(own.redistribute(mesh, placements))
+
+    DTensor.data = property(held.__get__, write)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del DTensor.data
+        if before is not None:
+            DTensor.data = before
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

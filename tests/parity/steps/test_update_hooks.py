@@ -218,6 +218,30 @@ class AveragesIntoABuffer(Classifier):
             self.average.lerp_(self.layers[2].weight, 0.5)  # the line that the message names
 
 
+class AveragesByName(Classifier):
+    """Averages of all parameters that there are, in buffers, as latent-diffusion keeps them."""
+
+    def __init__(self, lr: float = 0.3) -> None:
+        super().__init__(lr)
+        for name, parameter in self.layers.named_parameters():
+            self.register_buffer(name.replace(".", "_"), parameter.detach().clone())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for name, parameter in self.layers.named_parameters():
+                getattr(self, name.replace(".", "_")).lerp_(parameter, 0.5)
+
+
+class SetsData(Classifier):
+    """Gives each parameter other data after every update: its own clamped, and constants of the whole shape."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clamp(-0.2, 0.2)
+        last = self.layers[4].bias
+        last.data = torch.linspace(-0.1, 0.1, last.numel(), dtype=last.dtype)
+
+
 HOOKS = {
     kind.__name__: kind
     for kind in (
@@ -226,6 +250,7 @@ HOOKS = {
         SkipsUpdates,
         ClampsWeights,
         NormalizesWeights,
+        SetsData,
         FollowsItself,
         FollowsWithUpdate,
         FollowsInBetween,
@@ -371,6 +396,10 @@ def test_weights_are_those_of_one_device(pool: WorkerPool, hooks: str, sharding:
     check_weights(pool, hooks, LAYOUT, sharding)
 
 
+def test_data_that_a_hook_sets_are_those_of_one_device(pool: WorkerPool) -> None:
+    check_weights(pool, "SetsData", LAYOUT, "shard_grad_op")
+
+
 @pytest.mark.parametrize("hooks", ["FollowsWithUpdate", "FollowsInBetween"])
 def test_averages_around_the_update_are_those_of_one_device(pool: WorkerPool, hooks: str) -> None:
     check_weights(pool, hooks, Layout("1f1b", 2, 1, 4), "replicate")
@@ -379,6 +408,14 @@ def test_averages_around_the_update_are_those_of_one_device(pool: WorkerPool, ho
 def test_averages_made_while_gradients_are_zeroed_are_refused(pool: WorkerPool) -> None:
     told = pool.refusals("ConfigurationError", train, FollowsWhenZeroing, Layout("1f1b", 2, 1, 2), world_size=2)
     assert all("optimizer_zero_grad of FollowsWhenZeroing writes into parameters ('target." in text for text in told)
+
+
+def test_averages_of_what_each_rank_has_are_refused(pool: WorkerPool) -> None:
+    told = pool.refusals("SplitError", train, AveragesByName, Layout("1f1b", 2, 1, 2), world_size=2)
+    assert all(
+        "The buffer '0_weight' is not the same on rank 0 and rank 1 of a pipeline, before batch 1" in text
+        for text in told
+    )
 
 
 def test_an_average_in_a_buffer_is_refused(pool: WorkerPool) -> None:
