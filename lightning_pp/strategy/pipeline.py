@@ -38,7 +38,7 @@ from lightning_pp.strategy.parameters.optimizers import (
 )
 from lightning_pp.strategy.parameters.tensor_units import refuse_distributed, refuse_other_updates
 from lightning_pp.strategy.step.data import first_batch
-from lightning_pp.strategy.step.outside_steps import refuse_missing_name
+from lightning_pp.strategy.step.outside_steps import note_shards, refuse_missing_name
 from lightning_pp.strategy.surroundings import Surroundings
 
 if TYPE_CHECKING:
@@ -245,9 +245,11 @@ class HeldPipeline:
         self.engine, self._strategy.optimizers = None, []
         del vars(engine.module)[_IS_SPLIT]
 
-    def explain(self, error: KeyError) -> None:
-        """Raises what says more than ``error``, which ends a run, if it is for want of another stage's parameter."""
-        if self.engine is not None:
+    def explain(self, error: KeyError | RuntimeError) -> None:
+        """Says more than ``error``, which ends a run, if it is for want of another stage's or of a whole parameter."""
+        if isinstance(error, RuntimeError):
+            note_shards(error)
+        elif self.engine is not None:
             refuse_missing_name(error, self.engine.split.fake_parameters)
 
     # ---------------------------------------------------------------- from any thread

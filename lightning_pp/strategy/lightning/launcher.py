@@ -26,13 +26,13 @@ class RunLauncher(SubprocessScriptLauncher):
         weights_only: What the user passed to the run under way; None if nothing.
         ckpt_path: The same.
         when_done: Called when a run has ended without an exception, after all hooks.
-        explain: Called with a ``KeyError`` that ends a run; may raise another error in its place.
+        explain: Called with an error of Python or torch that ends a run; may add to it, or raise another in its place.
     """
 
     weights_only: bool | None = None
     ckpt_path: str | Path | None = None
     when_done: Callable[[], None] | None = None
-    explain: Callable[[KeyError], None] | None = None
+    explain: Callable[[KeyError | RuntimeError], None] | None = None
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -76,7 +76,7 @@ class RunLauncher(SubprocessScriptLauncher):
             function = partial(super().launch, function, trainer=trainer)
         try:
             result = function(*args, **kwargs)
-        except KeyError as error:
+        except (KeyError, RuntimeError) as error:
             if self.explain is not None:
                 self.explain(error)
             raise

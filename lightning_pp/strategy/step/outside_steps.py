@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_pp.errors import ConfigurationError
+from lightning_pp.errors import ConfigurationError, add_note
 from lightning_pp.split.fakes.fake_mode import FakeValueMode, NeedsDataError
 from lightning_pp.split.fakes.parameters import FakeParameters, is_fake
 from lightning_pp.split.record.source_lines import innermost_user_line, user_line
@@ -117,3 +117,14 @@ def refuse_missing_name(error: KeyError, fake_parameters: FakeParameters) -> Non
             "rank. Keep averages of weights by Lightning's WeightAveraging. For all parameters call "
             "strategy.gather_module() after the run."
         ).with_traceback(error.__traceback__) from error
+
+
+def note_shards(error: RuntimeError) -> None:
+    """Adds what to do to torch's error about an operation on a shard and another tensor."""
+    if "mixed torch.Tensor and DTensor" in str(error):
+        add_note(
+            error,
+            "Between calls of its unit a parameter is a shard, a DTensor. In a step call the unit itself: head(x), not "
+            "head.forward(x). In a hook write to it in place or by parameter.data, or set sharding='replicate' on the "
+            "strategy, which keeps parameters whole.",
+        )

@@ -418,6 +418,18 @@ def test_averages_of_what_each_rank_has_are_refused(pool: WorkerPool) -> None:
     )
 
 
+def notes_of_a_failure() -> list[str]:
+    """In a worker."""
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor") as caught:
+        train(AveragesByName, LAYOUT, "full_shard")
+    return list(getattr(caught.value, "__notes__", ()))
+
+
+def test_what_mixes_shards_with_tensors_is_told_what_to_do(pool: WorkerPool) -> None:
+    for notes in pool.run(notes_of_a_failure, world_size=4, timeout=60):
+        assert any("Between calls of its unit a parameter is a shard" in note for note in notes)
+
+
 def test_an_average_in_a_buffer_is_refused(pool: WorkerPool) -> None:
     """Other stages have the buffer too, and no parameter to follow."""
     report = pool.run(
