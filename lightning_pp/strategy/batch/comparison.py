@@ -47,6 +47,7 @@ class BatchComparison:
     rank: int
     units: Mapping[str, nn.Module]
     _fingerprint: Fingerprint | None = field(default=None, init=False)
+    _first_buffers: dict[str, int] = field(default_factory=dict, init=False)
     _compared: set[int] = field(default_factory=set, init=False)
 
     def note(self, batch: Any, number: int, number_in_run: int) -> None:
@@ -71,26 +72,31 @@ class BatchComparison:
         elif call.training and self.sizes.ranks_of_batch > 1:
             self.frozen.check(call.batch_idx)
 
-    def _buffers(self) -> dict[str, int]:
-        """By name a number for the content of each buffer outside of units."""
-        return {
+    def _buffers(self) -> dict[str, tuple[int, bool]]:
+        """By name a number for the content of each buffer outside of units, and whether it was another at first."""
+        found = {
             f"{name}.{key}".lstrip("."): fingerprint_of((buffer,), {})
             for name, key, buffer in buffers_outside(self.module, self.units)
             if has_data(buffer) and buffer.numel() <= _MOST_ELEMENTS
         }
+        return {
+            name: (number, self._first_buffers.setdefault(name, number) != number) for name, number in found.items()
+        }
 
-    def _check_buffers(self, of_ranks: Sequence[tuple[int, dict[str, int]]], call: StepCall) -> None:
+    def _check_buffers(self, of_ranks: Sequence[tuple[int, dict[str, tuple[int, bool]]]], call: StepCall) -> None:
+        """Only buffers that have changed: those of hosts of several kinds may begin with other last digits."""
         (rank, mine), *others = of_ranks
-        pairs = ((name, other) for other, its in others for name in mine if its.get(name, mine[name]) != mine[name])
-        name, other = next(pairs, ("", rank))
-        if name:
-            raise SplitError(
-                f"The buffer {name!r} is not the same on rank {rank} and rank {other} of a pipeline, before batch "
-                f"{call.batch_idx} of {call.step}. Every stage may read it. Code that makes a buffer of parameters has "
-                "those of its own stages alone: named_parameters() lists no others. Keep an average of parameters in a "
-                "Parameter with requires_grad=False, or use Lightning's WeightAveraging. Seed random numbers that a "
-                "buffer begins with."
-            )
+        for other, its in others:
+            for name in mine:
+                (number, has_changed), (another, its_has) = mine[name], its.get(name, mine[name])
+                if number != another and (has_changed or its_has):
+                    raise SplitError(
+                        f"The buffer {name!r} has become another one on rank {rank} than on rank {other} of a pipeline "
+                        f"before batch {call.batch_idx} of {call.step}. Every stage may read it. Code that makes a "
+                        "buffer of parameters has those of its own stages alone: named_parameters() lists no others. "
+                        "Keep an average of parameters in a Parameter with requires_grad=False, or use Lightning's "
+                        "WeightAveraging."
+                    )
 
     def compare_plans(self, call: StepCall, plans: Sequence[StepPlan]) -> None:
         """Raises :class:`SplitError` where ranks would send or log something else; every rank has to call it.

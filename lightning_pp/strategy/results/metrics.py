@@ -43,6 +43,7 @@ from lightning_pp.strategy._lightning_private import (
 from lightning_pp.strategy.lightning.patching import InPlaceOf, in_place_of, replaced
 from lightning_pp.strategy.results.batch_values import BatchValues
 
+_MOST_ENTRIES = 100
 _METHODS = ("forward", "update", "compute", "reset")
 _values_without_data: dict[int, Any] = {}  # by the identity of a metric
 
@@ -346,10 +347,11 @@ def _with_weight(share: float, value: Any, weight: Any = None) -> tuple[Any, ...
 
 
 def _metrics_in(module: nn.Module) -> list[Metric | MetricCollection]:
-    """Metrics among the parts of ``module``, and in dicts, lists and tuples that are attributes of it."""
+    """Metrics among the parts of ``module``, and in short dicts, lists and tuples that are attributes of it."""
     kinds = {Metric, MetricCollection}  # isinstance would ask every subclass of Metric for each class: 14 ms
-    held = [value for key, value in vars(module).items() if type(value) in (dict, list, tuple) and key != "_modules"]
-    entries = (each for value in held for each in (value.values() if isinstance(value, dict) else value))
+    held = (value for key, value in vars(module).items() if type(value) in (dict, list, tuple) and key != "_modules")
+    short = (value for value in held if len(value) <= _MOST_ENTRIES)
+    entries = (each for value in short for each in (value.values() if isinstance(value, dict) else value))
     owners = (module, *(each for each in entries if not kinds.isdisjoint(type(each).__mro__)))
     parts = (part for owner in owners for part in owner.modules() if not kinds.isdisjoint(type(part).__mro__))
     return list({id(part): part for part in parts}.values())  # == makes another metric

@@ -413,8 +413,7 @@ def test_averages_made_while_gradients_are_zeroed_are_refused(pool: WorkerPool) 
 def test_averages_of_what_each_rank_has_are_refused(pool: WorkerPool) -> None:
     told = pool.refusals("SplitError", train, AveragesByName, Layout("1f1b", 2, 1, 2), world_size=2)
     assert all(
-        "The buffer '0_weight' is not the same on rank 0 and rank 1 of a pipeline, before batch 1" in text
-        for text in told
+        "The buffer '0_weight' has become another one on rank 0 than on rank 1 of a pip" in text for text in told
     )
 
 
