@@ -225,7 +225,8 @@ def _check_written_elsewhere(step: str, line: str, changes_content: bool) -> Non
         f"{step} writes in place, at {line}, into a tensor that is neither in its batch nor an attribute of the "
         "module. A pipeline runs this line once for each microbatch, and not on all stages, so the tensor differs from "
         f"that of one device. {'' if changes_content else 'It does not if the step overwrites it. '}Make it a buffer "
-        "or an attribute of the module, by itself and not in a container."
+        "or an attribute of the module itself. In an object or a container of the module, set it anew: total = total + "
+        "value."
     )
     if changes_content:
         raise SplitError(text)
