@@ -74,12 +74,12 @@ class StepPlan:
 
     @cached_property
     def messages(self) -> tuple[str, ...]:
-        """Every edge, and what is logged, in words, for a comparison of ranks."""
+        """Every edge in words, for a comparison of ranks."""
         return tuple(
             f"{self.name_of(edge.value)}, {str(edge.spec.dtype).removeprefix('torch.')} of shape {edge.spec.shape}, "
             f"from stage {edge.source} to stage {edge.target}{' and its gradient back' if edge.has_gradient else ''}"
             for edge in self.edges
-        ) + tuple(f"self.log of {name!r}" for name in self.record.logged)
+        )
 
     def name_of(self, value: Value) -> str:
         """``value`` in words."""

@@ -107,7 +107,12 @@ class BatchComparison:
         if not new or self.sizes.ranks_of_batch == 1:
             return
         self._compared.update(new)
-        mine = [message for plan in new.values() for message in plan.messages]
+        # of what is logged only with them, for a plan that is new on one rank alone would be compared with nobody's
+        mine = [
+            each
+            for plan in new.values()
+            for each in (*plan.messages, *map("self.log of {!r}".format, plan.record.logged))
+        ]
         if len(set(self.groups.gather_in_pipeline(zlib.crc32("\n".join(mine).encode())))) == 1:
             return
         gathered = self.groups.gather_in_pipeline((self.rank, mine))
