@@ -84,7 +84,10 @@ class BatchComparison:
         }
 
     def _check_buffers(self, of_ranks: Sequence[tuple[int, dict[str, tuple[int, bool]]]], call: StepCall) -> None:
-        """Only buffers that have changed: those of hosts of several kinds may begin with other last digits."""
+        """Raises :class:`SplitError` if a buffer differs between ranks and has changed on one of them.
+
+        Buffers that have not changed may differ in their last digits, where hosts are of several kinds.
+        """
         (rank, mine), *others = of_ranks
         for other, its in others:
             for name in mine:
@@ -107,7 +110,7 @@ class BatchComparison:
         if not new or self.sizes.ranks_of_batch == 1:
             return
         self._compared.update(new)
-        # of what is logged only with them, for a plan that is new on one rank alone would be compared with nobody's
+        # logs are compared with new messages only: a plan that is new on one rank alone would wait for the others
         mine = [
             each
             for plan in new.values()

@@ -281,7 +281,7 @@ class BatchPreparation:
 
     def _kept_by(self, plans: Sequence[StepPlan]) -> StepAttributes:
         mutated = dict.fromkeys(name for plan in plans for name in plan.record.mutated_attributes)
-        # a step that reads its loss may change others by it, in runs alone
+        # a step that reads its loss may branch by it, so that a dry run does not show all that it changes
         reads_late = any(plan.record.value_reads_in_tail for plan in plans)
         may_change = dict.fromkeys((*mutated, *(self._small_state if reads_late else ())))
         kept = kept_by_step(self.module, list(may_change), list(self.split.units))

@@ -41,7 +41,7 @@ def first_step(
     precision: Precision,
     options: PipelineOptions,
 ) -> Callable[[DryRun], Any]:
-    """The step on a microbatch, for its first dry run, by which a model is cut."""
+    """The step on a microbatch, for the dry run that the model is cut by."""
     run = recorded_step(module, step, data, arguments, precision=precision, trains=step == "training_step")
     return ending_with_batch(run) if options.schedule.whole_batch_loss and step != "predict_step" else run
 

@@ -95,9 +95,10 @@ class StepAttributes:
         self.places, self.learned, self.are_changed = places, learned, are_changed
         self._holders: dict[str, _Attributes | Reached] = {}
         seen: set[int] = set()
-        for name in dict.fromkeys((*[""] * with_new, *(name for name, _ in places))):
-            keys, adds = [key for other, key in places if other == name], with_new and not name
-            own = _Attributes(name, module.get_submodule(name), keys, with_new=adds)
+        names = [name for name, _ in places]
+        for name in dict.fromkeys(["", *names] if with_new else names):
+            keys = [key for other, key in places if other == name]
+            own = _Attributes(name, module.get_submodule(name), keys, with_new=with_new and not name)
             found = [each for each in own.reached() if id(each.container) not in seen]
             self._holders |= {name: own, **{each.path: each for each in found}}
             seen.update(id(each.container) for each in found)

@@ -182,36 +182,36 @@ def _thaws_later(module: pl.LightningModule) -> bool:
     return any(isinstance(callback, BaseFinetuning) for callback in callbacks_of(trainer))
 
 
-# of each trainer the batch in which a run of its step has changed what the optimizers go by
-_changed_in: WeakKeyDictionary[pl.Trainer, tuple[int, int]] = WeakKeyDictionary()
+# by trainer the epoch and batch in which a run of its step has last changed a scheduled value
+_last_changed_in: WeakKeyDictionary[pl.Trainer, tuple[int, int]] = WeakKeyDictionary()
 
 
 @contextmanager
 def repeated_changes_refused(module: pl.LightningModule, step: str) -> Iterator[None]:
-    """Around a run of the step; a value that the step sets is alike in all runs of a batch.
+    """Around each run of a step: it may set learning rates, but no run may change what an earlier one has set.
 
     Raises:
         ConfigurationError: It changes learning rates, or steps a scheduler, and a run before it has done so as well.
     """
     trainer = unwatched(trainer_of(module))
-    before = None if trainer is None or step != "training_step" else _optimizers_go_by(trainer)
+    before = None if trainer is None or step != "training_step" else _scheduled_values(trainer)
     yield
-    if trainer is None or before is None or before == (now := _optimizers_go_by(trainer)):
+    if trainer is None or before is None or before == (now := _scheduled_values(trainer)):
         return
     batch = trainer.current_epoch, trainer.fit_loop.batch_idx
-    if _changed_in.get(trainer) != batch:
-        _changed_in[trainer] = batch
+    if _last_changed_in.get(trainer) != batch:
+        _last_changed_in[trainer] = batch
         return
     what, was, became = next((name, before[name], now[name]) for name in now if before.get(name) != now[name])
     raise ConfigurationError(
         f"training_step changes the {' '.join(map(str, what))} each time that it runs: from {was} to {became} in this "
-        "run. A pipeline runs a step several times for a batch. Change it in a hook, such as on_train_batch_start or "
-        "lr_scheduler_step, or compute the value from self.global_step."
+        "run. A pipeline runs a step several times for a batch. Change it in a hook (on_train_batch_start, "
+        "lr_scheduler_step). Or compute the value from self.global_step."
     )
 
 
-def _optimizers_go_by(trainer: pl.Trainer) -> dict[tuple[str | int, ...], Any]:
-    """By name the learning rates, the weight decays, and how often schedulers have stepped."""
+def _scheduled_values(trainer: pl.Trainer) -> dict[tuple[str | int, ...], Any]:
+    """Learning rates, weight decays and steps of schedulers, by name."""
     groups = ((i, j, group) for i, each in enumerate(trainer.optimizers) for j, group in enumerate(each.param_groups))
     found: dict[tuple[str | int, ...], Any] = {
         (key, "of group", j, "of optimizer", i): group.get(key) for i, j, group in groups for key in _SET_BY_STEPS
